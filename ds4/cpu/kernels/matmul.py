@@ -146,9 +146,7 @@ def _row_products(scratch, s_at, length, x, x_at, x_stride, n_rows, out, out_at,
     r = 0
     while r + 4 <= n_rows:
         a = x_at + r * x_stride
-        y = simd.dot4(
-            scratch, s_at, x, a, a + x_stride, a + 2 * x_stride, a + 3 * x_stride, length
-        )
+        y = simd.dot4(scratch, s_at, x, a, a + x_stride, a + 2 * x_stride, a + 3 * x_stride, length)
         out[out_at + r * out_stride] = y[0]
         out[out_at + (r + 1) * out_stride] = y[1]
         out[out_at + (r + 2) * out_stride] = y[2]

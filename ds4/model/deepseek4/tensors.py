@@ -81,17 +81,13 @@ def expected_tensors(shape: DeepSeek4Shape) -> dict[str, TensorSpec]:
 def _specs(s: DeepSeek4Shape) -> Iterator[TensorSpec]:
     d, streams = s.d_model, s.n_streams
     hyper = TensorClass.HYPER
-    yield TensorSpec(
-        name="token_embd.weight", shape=(s.n_vocab, d), role=TensorClass.EMBEDDING
-    )
+    yield TensorSpec(name="token_embd.weight", shape=(s.n_vocab, d), role=TensorClass.EMBEDDING)
     for layer in range(s.n_layers):
         yield from _layer_specs(s, layer)
     yield TensorSpec(name="output_hc_fn.weight", shape=(streams, streams * d), role=hyper)
     for name, n in (("base", streams), ("scale", 1)):
         yield TensorSpec(name=f"output_hc_{name}.weight", shape=(n,), role=hyper, types=_VECTOR)
-    yield TensorSpec(
-        name="output_norm.weight", shape=(d,), role=TensorClass.NORM, types=_VECTOR
-    )
+    yield TensorSpec(name="output_norm.weight", shape=(d,), role=TensorClass.NORM, types=_VECTOR)
     yield TensorSpec(name="output.weight", shape=(s.n_vocab, d), role=TensorClass.HEAD)
 
 
