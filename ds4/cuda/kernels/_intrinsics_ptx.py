@@ -6,16 +6,21 @@ turns `base + constant` into `base | constant`, which no load can carry as an im
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from llvmlite import ir
-from numba import types
-from numba.cuda import cgutils, jit, shfl_xor_sync
+from numba import cuda, types
 from numba.cuda.extending import intrinsic
+
+# Names that numba-cuda adds to the `numba.cuda` of plain Numba, which type checkers see.
+_cuda: Any = cuda
+cgutils: Any = importlib.import_module("numba.cuda.cgutils")
 
 _I16 = ir.IntType(16)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _F32 = ir.FloatType()
-_WARP = 0xFFFFFFFF
 
 
 @intrinsic
@@ -180,6 +185,79 @@ def i8_to_f32(typingctx, word, which):
 
 
 @intrinsic
+def u32_to_i32(typingctx, word):
+    """The same 32 bits as a signed integer."""
+
+    def codegen(context, builder, signature, args):
+        return args[0]
+
+    return types.int32(types.uint32), codegen
+
+
+# Plain 32-bit integer operations: Numba's own widen every operand to 64 bits.
+def _binary(build):
+    @intrinsic
+    def operation(typingctx, a, b):
+        def codegen(context, builder, signature, args):
+            return build(builder, args[0], args[1])
+
+        return types.uint32(types.uint32, types.uint32), codegen
+
+    return operation
+
+
+shl = _binary(lambda builder, a, b: builder.shl(a, b))
+shr = _binary(lambda builder, a, b: builder.lshr(a, b))
+bit_and = _binary(lambda builder, a, b: builder.and_(a, b))
+
+
+@intrinsic
+def merge_bits(typingctx, a, b, mask):
+    """The word a | (b & mask)."""
+
+    def codegen(context, builder, signature, args):
+        return builder.or_(args[0], builder.and_(args[1], args[2]))
+
+    return types.uint32(types.uint32, types.uint32, types.uint32), codegen
+
+
+@intrinsic
+def shared_address(typingctx, array, index):
+    """Byte address of an element of a shared array, in the 32-bit shared window."""
+
+    def codegen(context, builder, signature, args):
+        array_type, index_type = signature.args
+        data = context.make_array(array_type)(context, builder, args[0]).data
+        shared = ir.PointerType(data.type.pointee, 3)
+        base = builder.ptrtoint(builder.addrspacecast(data, shared), _I32)
+        item = context.cast(builder, args[1], index_type, types.int32)
+        size = ir.Constant(_I32, array_type.dtype.bitwidth // 8)
+        return builder.add(base, builder.mul(item, size))
+
+    return types.uint32(array, index), codegen
+
+
+_TABLE = _plain(
+    "{ .reg .b32 a; mad.lo.u32 a, $2, $3, $1; ld.shared.u32 $0, [a]; }", "=r,r,r,r", [_U] * 3, _U
+)
+_FENCE = _plain("bar.warp.sync -1;", "~{memory}", [], _NOTHING, side_effect=True)
+
+
+@intrinsic
+def ld_table(typingctx, base, item, stride):
+    """Word of constant shared memory at byte address base + item * stride."""
+    arguments, result, codegen = _TABLE
+    return result(*arguments), codegen
+
+
+@intrinsic
+def warp_fence(typingctx):
+    """Warp barrier: loads written before it are issued before it."""
+    arguments, result, codegen = _FENCE
+    return result(*arguments), codegen
+
+
+@intrinsic
 def mma_f16(typingctx, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
     """`mma.sync.m16n8k16` of halves with float32 accumulators: four accumulators back.
 
@@ -203,10 +281,29 @@ def mma_f16(typingctx, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
 
 
 # Inlined by force: a local array handed to a real call would live in memory, not in registers.
-device_function = jit(device=True, forceinline=True)
+device_function = _cuda.jit(device=True, forceinline=True)
 
 
-@device_function
-def shfl_xor(value, lane_mask):
-    """Value of lane `lane ^ lane_mask`; all 32 lanes take part."""
-    return shfl_xor_sync(_WARP, value, lane_mask)
+def bounded_kernel(max_threads: int, min_blocks: int) -> Any:
+    """Decorator of a kernel: at most max_threads a block, registers for min_blocks blocks an SM."""
+    return _cuda.jit(launch_bounds=(max_threads, min_blocks))
+
+
+@intrinsic
+def shfl_xor(typingctx, value, lane_mask):
+    """Value (f32, i32 or u32) of lane `lane ^ lane_mask`; all 32 lanes take part."""
+    if value not in (types.float32, types.int32, types.uint32):
+        return None
+
+    def codegen(context, builder, signature, args):
+        call = ir.InlineAsm(
+            ir.FunctionType(_I32, [_I32, _I32]),
+            "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;",
+            "=r,r,r",
+            side_effect=True,
+        )
+        bits = builder.bitcast(args[0], _I32)
+        moved = builder.call(call, [bits, args[1]])
+        return builder.bitcast(moved, _F32) if value == types.float32 else moved
+
+    return value(value, types.int32), codegen

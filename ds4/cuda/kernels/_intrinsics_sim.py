@@ -6,16 +6,40 @@ after a minute if one of them never arrives, which on a GPU would be undefined b
 
 from __future__ import annotations
 
+import importlib
 import threading
 from typing import Any
 
 import numpy as np
-from numba import cuda
+from numba import cuda as _numba_cuda
 
 _PATIENCE_S = 60.0
 _LANES = 32
+_simulator: Any = importlib.import_module("numba.cuda.simulator.kernel")
+
+
+class _Cuda:
+    """The name `cuda` of kernel modules: the running kernel's view of it, or else Numba's module.
+
+    The simulator rebinds a module's own `cuda` while one of its functions runs, and the first
+    thread to leave the function rebinds it back under the others. This object needs no rebinding.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        context = _simulator._kernel_context
+        if context is not None and name != "jit":
+            return getattr(context, name)
+        return getattr(_numba_cuda, name)
+
+
+cuda: Any = _Cuda()
 
 device_function = cuda.jit(device=True)
+
+
+def bounded_kernel(max_threads: int, min_blocks: int) -> Any:
+    """Registers are no concern of the simulator."""
+    return cuda.jit
 
 
 class _Board:
@@ -153,6 +177,38 @@ def pack_f16x2(low: Any, high: Any) -> np.uint32:
 
 def i8_to_f32(word: Any, which: Any) -> np.float32:
     return np.float32(_signed(_bytes(word)[int(which)]))
+
+
+def shl(a: Any, b: Any) -> np.uint32:
+    return np.uint32(int(a) << int(b) & 0xFFFFFFFF)
+
+
+def shr(a: Any, b: Any) -> np.uint32:
+    return np.uint32(int(a) >> int(b))
+
+
+def bit_and(a: Any, b: Any) -> np.uint32:
+    return np.uint32(int(a) & int(b))
+
+
+def merge_bits(a: Any, b: Any, mask: Any) -> np.uint32:
+    return np.uint32(int(a) | int(b) & int(mask))
+
+
+def shared_address(array: Any, index: Any) -> _Pointer:
+    return address(array, index)
+
+
+def ld_table(base: _Pointer, item: Any, stride: Any) -> Any:
+    return (base + int(item) * int(stride)).load(np.uint32, 1)[0]
+
+
+def warp_fence() -> None:
+    _exchange(None)
+
+
+def u32_to_i32(word: Any) -> np.int32:
+    return np.uint32(word).view(np.int32)
 
 
 def grid_wait() -> None:

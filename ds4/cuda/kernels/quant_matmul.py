@@ -15,9 +15,9 @@ import functools
 from typing import Any, Self
 
 import attrs
-from numba import cuda, float32
+from numba import float32
 
-from ds4.cuda.kernels.intrinsics import device_function, release_dependents, shfl_xor
+from ds4.cuda.kernels.intrinsics import cuda, device_function, release_dependents, shfl_xor
 from ds4.cuda.kernels.reduce import N_SHARDS, shard_blocks, shard_sum, warp_sum
 from ds4.cuda.kernels.rows import RowPlan, f16_rows, q8_0_rows
 from ds4.cuda.layout import layout_of

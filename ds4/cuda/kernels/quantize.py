@@ -11,11 +11,12 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int64, uint32
+from numba import float32, int64, uint32
 from numpy.typing import NDArray
 
 from ds4.cuda.kernels.intrinsics import (
     address,
+    cuda,
     device_function,
     div,
     f32_bits,

@@ -17,10 +17,11 @@ import functools
 from typing import Any
 
 import attrs
-from numba import cuda, float32, int32, int64, uint32
+from numba import float32, int32, int64, uint32
 
 from ds4.cuda.kernels.intrinsics import (
     address,
+    cuda,
     device_function,
     dp4a,
     f16_to_f32,
