@@ -191,7 +191,7 @@ class BalanceCounters:
 
     def histogram(self, layer: int) -> NDArray[np.float64]:
         """Measured load f64[E] of one layer, for `LayerPlacement.balanced`."""
-        return self.tokens[layer].astype(np.float64)
+        return np.asarray(self.tokens[layer], np.float64)
 
     def report(self, placement: Placement, world: int) -> BalanceReport:
         """Sum the counters by owning rank."""

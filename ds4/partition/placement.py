@@ -278,11 +278,9 @@ def hash_layer_load(
             )
         if not np.isfinite(weights).all() or (weights < 0).any():
             raise ConfigError("token frequencies must be finite and >= 0")
-    return np.bincount(
-        table.reshape(-1).astype(np.int64),
-        weights=np.repeat(weights, table.shape[1]),
-        minlength=n_experts,
-    )
+    load: NDArray[np.float64] = np.zeros(n_experts, np.float64)
+    np.add.at(load, table.reshape(-1).astype(np.int64), np.repeat(weights, table.shape[1]))
+    return load
 
 
 def imbalance(
