@@ -7,69 +7,34 @@ inside a quant block is refused by name. The module computes ranges and reads no
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import Protocol
 
 import attrs
 
 from ds4.errors import ConfigError, WorldRefused
+from ds4.gguf import TensorInfo
 from ds4.model.deepseek4.shape import DeepSeek4Shape
+from ds4.model.deepseek4.tensors import TensorClass, TensorSpec, expected_tensors
 from ds4.partition.placement import Placement
-from ds4.partition.rules import Cut, Mode, Rule, TensorClass, rule_for
-from ds4.partition.shards import N_SHARDS, WORLDS, check_rank, owned_blocks, owned_shards
-from ds4.partition.shards import shard_blocks as _shard_blocks
+from ds4.partition.rules import Cut, Mode, cut_of
+from ds4.partition.shards import (
+    N_SHARDS,
+    WORLDS,
+    check_rank,
+    owned_blocks,
+    owned_shards,
+    shard_blocks,
+)
 
 __all__ = [
     "ByteRange",
     "RankPlan",
-    "TensorLike",
     "TensorSlice",
     "check_world",
     "plan_rank",
     "possible_worlds",
 ]
-
-
-class BlockType(Protocol):
-    """A tensor type: how many weights one block holds. `ds4.gguf.QuantType` fits."""
-
-    @property
-    def name(self) -> str:
-        """For error texts."""
-
-    @property
-    def block_elements(self) -> int:
-        """Weights of one block."""
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block."""
-
-
-class TensorLike(Protocol):
-    """What a plan needs to know of a tensor. `ds4.gguf.TensorInfo` fits."""
-
-    @property
-    def name(self) -> str:
-        """Name in the file."""
-
-    @property
-    def ne(self) -> tuple[int, ...]:
-        """Sizes as in the file, the contiguous one first."""
-
-    @property
-    def type(self) -> BlockType:
-        """How the weights are stored."""
-
-    @property
-    def offset(self) -> int:
-        """First byte, from the start of the file."""
-
-    @property
-    def n_bytes(self) -> int:
-        """Bytes of the whole tensor."""
 
 
 @attrs.frozen
@@ -102,7 +67,8 @@ class TensorSlice:
 
     Attributes:
       name: of the tensor.
-      rule: its class, cut and layer.
+      role: its class.
+      cut: along what it may be cut; whether it is depends on the mode and the world.
       shape: of the local array, NumPy order (the contiguous axis last).
       start: first kept row, column or element along the cut axis; 0 when whole or by experts.
       experts: global ids of the local experts in local order; empty unless cut by experts.
@@ -114,7 +80,8 @@ class TensorSlice:
     """
 
     name: str
-    rule: Rule
+    role: TensorClass
+    cut: Cut
     shape: tuple[int, ...]
     start: int
     experts: tuple[int, ...]
@@ -137,7 +104,7 @@ class RankPlan:
       world: ranks.
       rank: this one.
       slices: tensor name to slice, in file order.
-      skipped: tensors of a draft block, which no rank maps.
+      skipped: tensors that the model does not use, such as draft blocks; no rank maps them.
     """
 
     mode: Mode
@@ -160,14 +127,14 @@ class RankPlan:
         """Bytes kept, by class; every class is present."""
         out = dict.fromkeys(TensorClass, 0)
         for s in self.slices.values():
-            out[s.rule.tensor_class] += s.n_bytes
+            out[s.role] += s.n_bytes
         return out
 
     def read_bytes_by_class(self) -> dict[TensorClass, int]:
         """`bytes_read_per_token`, by class."""
         out = dict.fromkeys(TensorClass, 0)
         for s in self.slices.values():
-            out[s.rule.tensor_class] += s.read_bytes
+            out[s.role] += s.read_bytes
         return out
 
 
@@ -221,104 +188,94 @@ class _Units:
     count: int
     size: int
 
+    def shard(self, v: int) -> range:
+        units = shard_blocks(self.count, v)
+        return range(units.start * self.size, units.stop * self.size)
 
+
+@attrs.frozen(kw_only=True)
 class _Planner:
-    def __init__(
-        self,
-        infos: Mapping[str, TensorLike],
-        shape: DeepSeek4Shape,
-        mode: Mode,
-        world: int,
-        rank: int,
-        placement: Placement,
-    ) -> None:
-        self.infos = infos
-        self.shape = shape
-        self.mode = mode
-        self.world = world
-        self.rank = rank
-        self.placement = placement
+    infos: Mapping[str, TensorInfo]
+    shape: DeepSeek4Shape
+    mode: Mode
+    world: int
+    rank: int
+    placement: Placement
 
-    def slice(self, info: TensorLike, rule: Rule) -> TensorSlice:
-        if rule.cut is Cut.EXPERTS:
-            return self._experts(info, rule)
-        if rule.cut is Cut.NONE:
-            return self._whole(info, rule, ())
-        units = self._units(info, rule)
-        columns = rule.cut in (Cut.LANE_COLUMNS, Cut.GROUP_COLUMNS)
-        axis = "columns" if columns else "rows"
-        length = info.ne[0] if columns or len(info.ne) == 1 else info.ne[-1]
-        if length != units.count * units.size:
+    def slice(self, info: TensorInfo, spec: TensorSpec) -> TensorSlice:
+        if info.shape != spec.shape:
+            # Cutting by the wrong axis would put every expert on every rank: it looks healthy and
+            # saves nothing.
             raise ConfigError(
-                f"tensor {info.name}: {units.count * units.size} {axis} expected from the model's"
-                f" shape, found {length}"
+                f"tensor {info.name}: shape {spec.shape} expected from the model's sizes,"
+                f" found {info.shape}"
             )
-        cut = rule.cut.applies(self.mode) and self.world > 1
-        mine = owned_shards(self.world, self.rank) if cut else range(N_SHARDS)
-        start = _shard_blocks(units.count, mine.start).start * units.size
-        stop = _shard_blocks(units.count, mine.stop - 1).stop * units.size
+        cut = cut_of(info.name)
+        if cut is Cut.EXPERTS:
+            return self._experts(info, spec)
+        if cut is Cut.NONE:
+            return self._whole(info, spec, ())
+        units = self._units(cut, spec)
+        divided = cut.applies(self.mode) and self.world > 1
+        mine = owned_shards(self.world, self.rank) if divided else range(N_SHARDS)
+        start, stop = units.shard(mine.start).start, units.shard(mine.stop - 1).stop
         shards = tuple(
-            range(b.start * units.size - start, b.stop * units.size - start)
-            for b in (_shard_blocks(units.count, v) for v in mine)
+            range(units.shard(v).start - start, units.shard(v).stop - start) for v in mine
         )
-        if not cut:
-            return self._whole(info, rule, shards)
-        if columns:
-            return self._columns(info, rule, start, stop, shards)
-        # A vector is cut along its only axis, so an element plays the part of a row.
-        row_bytes = info.n_bytes // length
-        n_bytes = (stop - start) * row_bytes
+        if not divided:
+            return self._whole(info, spec, shards)
+        if cut.is_columns:
+            shape = (*info.shape[:-1], stop - start)
+            piece = self._columns(info, start, stop)
+        else:
+            # A vector is cut along its only axis, so there an element plays the part of a row.
+            shape = (stop - start, *info.shape[1:])
+            row_bytes = info.n_bytes // info.shape[0]
+            piece = ByteRange(info.offset + start * row_bytes, (stop - start) * row_bytes)
         return TensorSlice(
             name=info.name,
-            rule=rule,
-            shape=(stop - start, *tuple(reversed(info.ne))[1:]),
+            role=spec.role,
+            cut=cut,
+            shape=shape,
             start=start,
             experts=(),
             shards=shards,
-            ranges=_some(ByteRange(info.offset + start * row_bytes, n_bytes)),
-            read_bytes=n_bytes,
+            ranges=(piece,) if piece.total_bytes else (),
+            read_bytes=piece.total_bytes,
         )
 
-    def _units(self, info: TensorLike, rule: Rule) -> _Units:
-        shape = self.shape
-        heads = shape.n_heads // shape.n_groups
-        match rule.cut:
+    def _units(self, cut: Cut, spec: TensorSpec) -> _Units:
+        match cut:
             case Cut.VOCABULARY:
-                return _Units(shape.n_vocab, 1)
+                return _Units(self.shape.n_vocab, 1)
             case Cut.GROUP_COLUMNS:
-                return _Units(shape.n_groups, shape.group_rank)
-            case Cut.GROUP_ROWS if info.name.endswith("attn_output_a.weight"):
-                return _Units(shape.n_groups, shape.group_rank)
-            case Cut.GROUP_ROWS if info.name.endswith("attn_sinks.weight"):
-                return _Units(shape.n_groups, heads)
+                return _Units(self.shape.n_groups, spec.shape[-1] // self.shape.n_groups)
             case Cut.GROUP_ROWS:
-                return _Units(shape.n_groups, heads * shape.head_dim)
+                return _Units(self.shape.n_groups, spec.shape[0] // self.shape.n_groups)
             case _:
                 # The lanes of gate and up follow the quant blocks of down's columns, since it is
                 # down's inner sum that the shards divide.
-                name = f"blk.{rule.layer}.ffn_down_shexp.weight"
-                down = self.infos.get(name)
-                if down is None:
-                    raise ConfigError(f"tensor {info.name}: cannot be cut without tensor {name}")
-                block = down.type.block_elements
-                return _Units(shape.d_expert // block, block)
+                down = f"blk.{spec.layer}.ffn_down_shexp.weight"
+                if down not in self.infos:
+                    raise ConfigError(f"tensor {spec.name}: cannot be cut without tensor {down}")
+                block = self.infos[down].type.block_elements
+                return _Units(self.shape.d_expert // block, block)
 
-    def _whole(self, info: TensorLike, rule: Rule, shards: tuple[range, ...]) -> TensorSlice:
-        one_row = rule.tensor_class in (TensorClass.EMBEDDING, TensorClass.HASH_TABLE)
+    def _whole(self, info: TensorInfo, spec: TensorSpec, shards: tuple[range, ...]) -> TensorSlice:
+        one_row = spec.role in (TensorClass.EMBEDDING, TensorClass.HASH)
         return TensorSlice(
             name=info.name,
-            rule=rule,
-            shape=tuple(reversed(info.ne)),
+            role=spec.role,
+            cut=cut_of(info.name),
+            shape=info.shape,
             start=0,
             experts=(),
             shards=shards,
             ranges=(ByteRange(info.offset, info.n_bytes),),
-            read_bytes=info.n_bytes // info.ne[-1] if one_row else info.n_bytes,
+            read_bytes=info.row_bytes if one_row else info.n_bytes,
         )
 
-    def _columns(
-        self, info: TensorLike, rule: Rule, start: int, stop: int, shards: tuple[range, ...]
-    ) -> TensorSlice:
+    def _columns(self, info: TensorInfo, start: int, stop: int) -> ByteRange:
         block, block_bytes = info.type.block_elements, info.type.block_bytes
         for edge in (start, stop):
             if edge % block:
@@ -328,36 +285,16 @@ class _Planner:
                     f" at column {edge}, inside a quant block of {block}"
                     " (--tensor-parallel-world)",
                 )
-        n_rows = math.prod(info.ne[1:])
-        row_bytes = info.n_bytes // n_rows
-        piece = ByteRange(
+        return ByteRange(
             info.offset + start // block * block_bytes,
             (stop - start) // block * block_bytes,
-            n_rows,
-            row_bytes,
-        )
-        return TensorSlice(
-            name=info.name,
-            rule=rule,
-            shape=(*tuple(reversed(info.ne))[:-1], stop - start),
-            start=start,
-            experts=(),
-            shards=shards,
-            ranges=_some(piece),
-            read_bytes=piece.total_bytes,
+            info.n_rows,
+            info.row_bytes,
         )
 
-    def _experts(self, info: TensorLike, rule: Rule) -> TensorSlice:
-        assert rule.layer is not None  # `rules.py` has no model-wide expert tensor
+    def _experts(self, info: TensorInfo, spec: TensorSpec) -> TensorSlice:
         n = self.shape.n_experts
-        if len(info.ne) != 3 or info.ne[2] != n:
-            # Slicing another axis would put every expert on every rank: it looks healthy and
-            # saves nothing.
-            raise ConfigError(
-                f"tensor {info.name}: the last of three sizes must be the {n} experts,"
-                f" found {info.ne}"
-            )
-        layer = self.placement.layers[rule.layer]
+        layer = self.placement.layers[spec.layer]
         experts = layer.experts_of_rank(self.world, self.rank)
         expert_bytes = info.n_bytes // n
         shards: list[range] = []
@@ -371,18 +308,15 @@ class _Planner:
         kept = len(experts) * expert_bytes
         return TensorSlice(
             name=info.name,
-            rule=rule,
-            shape=(len(experts), *tuple(reversed(info.ne))[1:]),
+            role=spec.role,
+            cut=Cut.EXPERTS,
+            shape=(len(experts), *info.shape[1:]),
             start=0,
             experts=experts,
             shards=tuple(shards),
             ranges=tuple(ranges),
             read_bytes=round(Fraction(kept * self.shape.n_used, n)),
         )
-
-
-def _some(piece: ByteRange) -> tuple[ByteRange, ...]:
-    return (piece,) if piece.total_bytes else ()
 
 
 def _runs(ids: Iterable[int]) -> Iterator[range]:
@@ -399,7 +333,7 @@ def _runs(ids: Iterable[int]) -> Iterator[range]:
 
 
 def plan_rank(
-    infos: Mapping[str, TensorLike],
+    infos: Mapping[str, TensorInfo],
     shape: DeepSeek4Shape,
     *,
     mode: Mode,
@@ -419,8 +353,8 @@ def plan_rank(
 
     Raises:
       WorldRefused: the world does not divide the model, or would cut inside a quant block.
-      ConfigError: a tensor that has no rule or another size than the shape says, a rank out of
-        range, or a placement of another model.
+      ConfigError: a tensor of another size than the shape says, a rank out of range, or a placement
+        of another model.
     """
     check_world(shape, mode, world)
     check_rank(world, rank)
@@ -429,13 +363,15 @@ def plan_rank(
             f"placement is for {len(placement.layers)} layers of {placement.n_experts} experts, the"
             f" model has {shape.n_layers} of {shape.n_experts}"
         )
-    planner = _Planner(infos, shape, mode, world, rank, placement)
+    planner = _Planner(
+        infos=infos, shape=shape, mode=mode, world=world, rank=rank, placement=placement
+    )
+    specs = expected_tensors(shape)
     slices: dict[str, TensorSlice] = {}
     skipped: list[str] = []
     for name, info in infos.items():
-        rule = rule_for(name, shape.n_layers)
-        if rule is None:
-            skipped.append(name)
+        if name in specs:
+            slices[name] = planner.slice(info, specs[name])
         else:
-            slices[name] = planner.slice(info, rule)
+            skipped.append(name)
     return RankPlan(mode=mode, world=world, rank=rank, slices=slices, skipped=tuple(skipped))

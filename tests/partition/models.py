@@ -4,36 +4,16 @@ import math
 
 import attrs
 
+from ds4.gguf import QuantType, TensorInfo
 from ds4.model.deepseek4.shape import DeepSeek4Shape
 
-
-@attrs.frozen
-class Kind:
-    """A tensor type, as `ds4.gguf.QuantType` describes it."""
-
-    name: str
-    block_elements: int
-    block_bytes: int
+F32, F16, I32 = QuantType.F32, QuantType.F16, QuantType.I32
+Q8_0, Q2_K, IQ2_XXS = QuantType.Q8_0, QuantType.Q2_K, QuantType.IQ2_XXS
 
 
-F32 = Kind("F32", 1, 4)
-F16 = Kind("F16", 1, 2)
-I32 = Kind("I32", 1, 4)
-Q8_0 = Kind("Q8_0", 32, 34)
-Q2_K = Kind("Q2_K", 256, 84)
-IQ2_XXS = Kind("IQ2_XXS", 256, 66)
-
-
-@attrs.frozen
-class Info:
-    name: str
-    ne: tuple[int, ...]
-    type: Kind
-    offset: int
-
-    @property
-    def n_bytes(self):
-        return math.prod(self.ne) // self.type.block_elements * self.type.block_bytes
+def info_of(name, ne, kind, offset):
+    n_bytes = math.prod(ne) // kind.block_elements * kind.block_bytes
+    return TensorInfo(name, ne, tuple(reversed(ne)), kind, offset, n_bytes)
 
 
 @attrs.frozen(kw_only=True)
@@ -122,7 +102,7 @@ def shape_of(s):
 
 
 def tensors_of(s, *, dense=Q8_0, gate_up=IQ2_XXS, down=Q2_K, shared=None):
-    """Tensor name to `Info`, 32-byte aligned, in the order of the published table."""
+    """Tensor name to `TensorInfo`, 32-byte aligned, in the order of the published table."""
     rows = []
     shared = shared or dense
 
@@ -178,6 +158,6 @@ def tensors_of(s, *, dense=Q8_0, gate_up=IQ2_XXS, down=Q2_K, shared=None):
     out = {}
     offset = 4096
     for name, kind, ne in rows:
-        out[name] = Info(name, ne, kind, offset)
+        out[name] = info_of(name, ne, kind, offset)
         offset += -(-out[name].n_bytes // 32) * 32
     return out

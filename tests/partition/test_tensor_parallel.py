@@ -1,5 +1,7 @@
 """The byte plan: golden sizes of the published model, and the laws every plan obeys."""
 
+import re
+
 import attrs
 import numpy as np
 import pytest
@@ -7,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4.errors import ConfigError, WorldRefused
+from ds4.model.deepseek4.tensors import TensorClass
 from ds4.partition.placement import LayerPlacement, Placement
-from ds4.partition.rules import Cut, Mode, TensorClass, rule_for
+from ds4.partition.rules import Cut, Mode, cut_of
 from ds4.partition.shards import N_SHARDS, WORLDS, owned_shards, shard_blocks
 from ds4.partition.tensor_parallel import check_world, plan_rank, possible_worlds
 from tests.partition.models import (
@@ -18,7 +21,7 @@ from tests.partition.models import (
     Q2_K,
     Q8_0,
     SMALL,
-    Info,
+    info_of,
     shape_of,
     tensors_of,
 )
@@ -34,17 +37,17 @@ GIB = 2**30
 # Class: tensors, bytes in the file, bytes read per decoded token.
 PUBLISHED = {
     C.EMBEDDING: (1, 1_059_061_760, 8_192),
-    C.OUTPUT: (1, 562_626_560, 562_626_560),
+    C.HEAD: (1, 562_626_560, 562_626_560),
     C.ATTENTION: (215, 4_886_495_232, 4_886_495_232),
     C.COMPRESSOR: (123, 522_887_168, 522_887_168),
     C.INDEXER: (105, 451_454_976, 451_454_976),
-    C.STREAMS: (261, 67_773_532, 67_773_532),
+    C.HYPER: (261, 67_773_532, 67_773_532),
     C.ROUTER: (83, 90_218_496, 90_218_496),
-    C.HASH_TABLE: (3, 9_308_160, 72),
-    C.ROUTED_GATE_UP: (86, 47_613_739_008, 1_115_947_008),
+    C.HASH: (3, 9_308_160, 72),
+    C.ROUTED_UP: (86, 47_613_739_008, 1_115_947_008),
     C.ROUTED_DOWN: (43, 30_299_652_096, 710_148_096),
     C.SHARED: (129, 1_149_763_584, 1_149_763_584),
-    C.NORMS: (278, 1_795_328, 1_795_328),
+    C.NORM: (278, 1_795_328, 1_795_328),
 }
 ROUTED = 47_613_739_008 + 30_299_652_096
 TOTAL = 86_714_775_900
@@ -68,7 +71,7 @@ def test_one_rank_keeps_the_whole_published_file(mode):
     assert plan.bytes_read_per_token == 9_559_118_244
     kept, read = plan.bytes_by_class(), plan.read_bytes_by_class()
     for tensor_class, (n, size, reads) in PUBLISHED.items():
-        mine = [s for s in plan.slices.values() if s.rule.tensor_class is tensor_class]
+        mine = [s for s in plan.slices.values() if s.role is tensor_class]
         assert (len(mine), kept[tensor_class], read[tensor_class]) == (n, size, reads)
     for name, s in plan.slices.items():
         info = FULL_TENSORS[name]
@@ -80,7 +83,7 @@ def test_one_rank_keeps_the_whole_published_file(mode):
 def test_routed_and_shared_bytes_divide_exactly(mode, world):
     for rank in range(world):
         kept = full(mode, world, rank).bytes_by_class()
-        assert kept[C.ROUTED_GATE_UP] + kept[C.ROUTED_DOWN] == ROUTED // world
+        assert kept[C.ROUTED_UP] + kept[C.ROUTED_DOWN] == ROUTED // world
         assert kept[C.SHARED] == PUBLISHED[C.SHARED][1] // world
 
 
@@ -98,7 +101,7 @@ def test_an_expert_parallel_rank_of_two_keeps_about_44_gib():
 def test_expert_parallel_reads_less_only_where_work_is_divided():
     one, two = full(EP, 1, 0).read_bytes_by_class(), full(EP, 2, 0).read_bytes_by_class()
     for tensor_class in TensorClass:
-        divided = tensor_class in (C.ROUTED_GATE_UP, C.ROUTED_DOWN, C.SHARED)
+        divided = tensor_class in (C.ROUTED_UP, C.ROUTED_DOWN, C.SHARED)
         assert two[tensor_class] == one[tensor_class] // (2 if divided else 1)
 
 
@@ -113,7 +116,7 @@ def test_tensor_parallel_divides_attention_by_groups_and_the_output_by_rows():
         "attn_output_b": 4096 * 8192 // 2,
     }
     assert kept[C.ATTENTION] == 43 * sum(per_layer.values()) * 34 // 32
-    assert kept[C.OUTPUT] == 562_626_560 // 2
+    assert kept[C.HEAD] == 562_626_560 // 2
     q_b = plan.slices["blk.7.attn_q_b.weight"]
     assert (q_b.start, q_b.shape) == (16384, (16384, 1024))
     sinks = plan.slices["blk.7.attn_sinks.weight"]
@@ -186,8 +189,8 @@ def test_ranks_together_keep_every_byte_and_share_none_of_a_cut_tensor(model, mo
     for world in possible_worlds(shape, mode):
         plans = [small(mode, world, r, placement, tensors, shape) for r in range(world)]
         for name, info in tensors.items():
-            rule = rule_for(name, sizes.layers)
-            if rule.cut.applies(mode) or world == 1:
+            cut = cut_of(name)
+            if cut.applies(mode) or world == 1:
                 assert intervals(plans, name) == [[info.offset, info.offset + info.n_bytes]], name
             else:
                 for plan in plans:
@@ -204,17 +207,17 @@ def test_the_bytes_of_a_slice_are_the_slice_of_the_array(model, mode, world, dat
         return
     rank = data.draw(st.integers(0, world - 1))
     plan = small(mode, world, rank, placement, tensors, shape)
-    name = data.draw(st.sampled_from([n for n, s in plan.slices.items() if s.rule.cut != Cut.NONE]))
+    name = data.draw(st.sampled_from([n for n, s in plan.slices.items() if s.cut != Cut.NONE]))
     info, s = tensors[name], plan.slices[name]
     whole = np.arange(info.n_bytes, dtype=np.int64)
     read = [whole[a - info.offset : b - info.offset] for r in s.ranges for a, b in r.pieces()]
     got = np.concatenate(read) if read else whole[:0]
     per_block = (info.type.block_elements, info.type.block_bytes)
     grid = whole.reshape(*reversed(info.ne[1:]), info.ne[0] // per_block[0], per_block[1])
-    stop = s.start + (s.shape[-1] if "columns" in s.rule.cut.value else s.shape[0])
-    if s.rule.cut is Cut.EXPERTS:
+    stop = s.start + (s.shape[-1] if s.cut.is_columns else s.shape[0])
+    if s.cut is Cut.EXPERTS:
         want = grid[list(s.experts)]
-    elif "columns" in s.rule.cut.value:
+    elif s.cut.is_columns:
         want = grid[:, s.start // per_block[0] : stop // per_block[0]]
     elif len(info.ne) == 1:
         want = grid[s.start : stop]
@@ -268,17 +271,16 @@ def test_a_contiguous_rank_reads_one_slice_per_expert_tensor():
     for rank in range(4):
         plan = full(EP, 4, rank)
         for s in plan.slices.values():
-            if s.rule.cut is Cut.EXPERTS:
+            if s.cut is Cut.EXPERTS:
                 assert len(s.ranges) == 1
                 assert s.experts == tuple(range(64 * rank, 64 * rank + 64))
 
 
-def test_draft_blocks_are_not_mapped():
-    tensors = dict(SMALL_TENSORS)
-    tensors["blk.6.nextn.eh_proj.weight"] = Info("blk.6.nextn.eh_proj.weight", (32,), F32, 1)
-    tensors["blk.6.attn_norm.weight"] = Info("blk.6.attn_norm.weight", (32,), F32, 1)
+def test_tensors_that_the_model_does_not_use_are_not_mapped():
+    names = ("blk.6.nextn.eh_proj.weight", "blk.6.attn_norm.weight", "rope_freqs.weight")
+    tensors = SMALL_TENSORS | {n: info_of(n, (32,), F32, 1) for n in names}
     plan = small(TP, 2, 0, tensors=tensors)
-    assert plan.skipped == ("blk.6.nextn.eh_proj.weight", "blk.6.attn_norm.weight")
+    assert plan.skipped == names
     assert plan.total_bytes == small(TP, 2, 0).total_bytes
 
 
@@ -344,23 +346,38 @@ def test_a_shared_expert_of_one_block_lives_on_one_rank():
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("name", "ne", "text"),
     [
-        ({"rope_freqs.weight": (64,)}, "tensor 'rope_freqs.weight': no rule"),
-        ({"blk.0.attn_k.weight": (64, 64)}, "tensor 'blk.0.attn_k.weight': no rule"),
-        ({"blk.00.attn_kv.weight": (64, 64)}, "tensor 'blk.00.attn_kv.weight': no rule"),
-        ({"blk.1.attn_sinks.weight": (7,)}, "attn_sinks.weight: 8 rows expected .*, found 7"),
-        ({"blk.1.attn_output_b.weight": (256, 256)}, "output_b.weight: 512 columns expected"),
-        ({"blk.1.ffn_up_exps.weight": (256, 16, 256)}, "must be the 16 experts, found"),
-        ({"output.weight": (256, 511)}, "output.weight: 512 rows expected .*, found 511"),
+        ("blk.1.attn_sinks.weight", (7,), r"shape \(8,\) expected .*, found \(7,\)"),
+        ("blk.1.attn_output_b.weight", (256, 256), r"shape \(256, 512\) expected"),
+        ("blk.1.ffn_up_exps.weight", (256, 16, 256), r"shape \(16, 256, 256\) expected"),
+        ("output.weight", (256, 511), r"shape \(512, 256\) expected .*, found \(511, 256\)"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_refused_by_name(change, text):
-    tensors = dict(SMALL_TENSORS)
-    for name, ne in change.items():
-        tensors[name] = Info(name, ne, F32, 64)
-    with pytest.raises(ConfigError, match=text):
+def test_a_tensor_of_another_size_is_refused_by_name(name, ne, text):
+    tensors = {**SMALL_TENSORS, name: info_of(name, ne, F32, 64)}
+    with pytest.raises(ConfigError, match=f"tensor {name}: {text}"):
         small(TP, 2, 0, tensors=tensors)
+
+
+def test_only_the_documented_tensors_are_cut():
+    names = [name for name in SMALL_TENSORS if cut_of(name) is not Cut.NONE]
+    cut = {re.sub(r"^blk\.\d+\.", "", name) for name in names}
+    assert cut == {
+        "output.weight",
+        "attn_q_b.weight",
+        "attn_sinks.weight",
+        "attn_output_a.weight",
+        "attn_output_b.weight",
+        "ffn_gate_exps.weight",
+        "ffn_up_exps.weight",
+        "ffn_down_exps.weight",
+        "ffn_gate_shexp.weight",
+        "ffn_up_shexp.weight",
+        "ffn_down_shexp.weight",
+    }
+    assert cut_of("blk.2.indexer.attn_q_b.weight") is Cut.NONE
+    assert cut_of("blk.2.output.weight") is Cut.NONE
 
 
 def test_lanes_cannot_be_cut_without_the_down_projection():
