@@ -45,7 +45,8 @@ def _nearest_even(
     """Round to a float with `mantissa_bits` stored bits; ties to the even code."""
     _, exponent = np.frexp(x)
     step = np.ldexp(1.0, np.maximum(exponent - 1, min_exponent) - mantissa_bits)
-    return np.rint(x / step) * step
+    rounded: NDArray[np.float64] = np.rint(x / step) * step
+    return rounded
 
 
 def _rounded_blocks(
