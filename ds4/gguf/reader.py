@@ -257,6 +257,8 @@ def _map(path: str) -> mmap.mmap:
 def _show(text: str) -> str:
     """Text of a file, made fit for one line of an error message."""
     short = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    if short.isprintable():
+        return short
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
