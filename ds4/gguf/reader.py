@@ -11,6 +11,7 @@ Source: the GGUF specification, versions 2 and 3, little endian.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import mmap
@@ -173,6 +174,18 @@ class GGUFFile:
     def close(self) -> None:
         """Give up the mapping. It lasts until the last array from `rows` is gone."""
         self._mapping = None
+
+    def header_digest(self) -> bytes:
+        """BLAKE2b-256 over the header's bytes and the file's size: cheap identity of a model.
+
+        Raises:
+          ValueError: the file was closed.
+        """
+        if self._mapping is None:
+            raise ValueError(f"{self.path} is closed")
+        digest = hashlib.blake2b(self._mapping[: self.data_offset], digest_size=32)
+        digest.update(self.file_bytes.to_bytes(8, "little"))
+        return digest.digest()
 
     def __enter__(self) -> Self:
         return self
