@@ -87,6 +87,8 @@ def _read(path: Path) -> None:
         for info in list(file.tensors.values())[:_MOST_DECODED]:
             _read_rows(file, info)
         shape = load_shape(file)
+        for rope in (shape.rope_window, shape.rope_compressed):
+            assert np.isfinite(rope.frequencies()).all()
         assert sum(n for _, n in bytes_by_class(file, shape).values()) <= file.file_bytes
 
 
