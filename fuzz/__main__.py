@@ -37,7 +37,6 @@ def main(argv: list[str] | None = None) -> int:
     for name, command in COMMANDS.items():
         command.add_arguments(commands.add_parser(name, help=command.HELP))
     args = parser.parse_args(argv)
-    faulthandler.enable()
     try:
         return COMMANDS[args.command].main(args)
     except ConfigError as error:
@@ -46,4 +45,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    faulthandler.enable()
     sys.exit(main())

@@ -119,10 +119,11 @@ class _Field:
 
 @attrs.frozen
 class _Layout:
-    """The integers of a header, and the spans of its entries (keys, then tensors)."""
+    """The integers of a header, and the spans of its entries (keys, then tensors) and values."""
 
     fields: list[_Field]
     entries: list[tuple[int, int]]
+    values: list[tuple[int, int]]
 
 
 _WIDTHS: Final = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -133,6 +134,7 @@ def _layout(data: bytes) -> _Layout:
     """Walk the header as far as it makes sense. Deliberately not the reader under test."""
     fields = [_Field(4, 4), _Field(8, 8), _Field(16, 8)]
     entries: list[tuple[int, int]] = []
+    values: list[tuple[int, int]] = []
     at = 24
 
     def take(width: int, *, is_type: bool = False) -> int:
@@ -170,7 +172,9 @@ def _layout(data: bytes) -> _Layout:
         for _ in range(n_keys):
             start = at
             skip(take(8))
+            value_start = at
             value(take(4, is_type=True))
+            values.append((value_start, at))
             entries.append((start, at))
         for _ in range(n_tensors):
             start = at
@@ -182,19 +186,23 @@ def _layout(data: bytes) -> _Layout:
             entries.append((start, at))
     except (EOFError, struct.error):
         pass  # the rest is not a header; what was found is enough to mutate
-    return _Layout(fields, entries)
+    return _Layout(fields, entries, values)
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Change an integer of the header, or move, repeat or drop one of its entries."""
+    """Change a header integer; move, repeat or drop an entry; give a key another one's value."""
     layout = _layout(data)
     changed = bytearray(data)
     kind = rng.random()
     if kind < 0.6 or not layout.entries:
         field = rng.choice(layout.fields)
         changed[field.at : field.at + field.width] = _integer(data, field, layout, rng)
-    elif kind < 0.9:
+    elif kind < 0.75:
         _move_entry(changed, layout, rng)
+    elif kind < 0.9 and layout.values:
+        start, end = rng.choice(layout.values)
+        other, other_end = rng.choice(layout.values)
+        changed[start:end] = data[other:other_end]
     elif kind < 0.95:
         del changed[rng.choice(layout.fields).at :]
         changed += rng.choice((b"", HOLE))
