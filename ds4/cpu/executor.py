@@ -72,8 +72,8 @@ class CpuExecutor:
         self.rounding = rounding
         self.collective: Collective = collective or SoloCollective()
         if threads is not None:
-            if not 1 <= threads <= numba.config.NUMBA_NUM_THREADS:
-                limit = numba.config.NUMBA_NUM_THREADS
+            limit = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]  # set at import
+            if not 1 <= threads <= limit:
                 raise ConfigError(f"threads must be from 1 to {limit} here, got {threads}")
             numba.set_num_threads(threads)
         self.forward = Forward(
@@ -110,6 +110,11 @@ class CpuExecutor:
     def session_length(self, session: SessionId) -> Position:
         """See `StepExecutor.session_length`."""
         return Position(self._state(session).length)
+
+    def session_tokens(self, session: SessionId) -> list[int]:
+        """See `StepExecutor.session_tokens`."""
+        state = self._state(session)
+        return [int(t) for t in state.tokens[: state.length]]
 
     def rewind(self, session: SessionId, length: Position) -> Position:
         """See `StepExecutor.rewind`."""
