@@ -50,6 +50,10 @@ def _line(value: object) -> str:
     text = " ".join(str(value)[: 2 * _MOST_SHOWN].split())
     if len(text) > _MOST_SHOWN:
         text = text[:_MOST_SHOWN] + "..."
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -84,7 +88,7 @@ class ModelFileError(Ds4Error):
         self.offset = offset
         at = "" if offset is None else f" at byte {offset}"
         parts = f"{_line(what)}{at}: expected {_line(expected)}, found {_line(found)}"
-        super().__init__(f"{path}: {parts}")
+        super().__init__(f"{_printable(path)}: {parts}")
 
 
 class QuantFormatError(ModelFileError):
