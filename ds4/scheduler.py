@@ -8,7 +8,7 @@ Rules, all tested: requests start in the order they were submitted; a request en
 nothing is said of it afterwards; every ready request advances, whatever the others do; a session is
 in a step at most once, at exactly the length its executors have.
 
-How stop conditions work: the scheduler knows token counts only. The engine looks at each `TokenEvent`
+How stop conditions work: the scheduler knows token counts only. The engine looks at each token
 event and calls `stop` when it has seen enough; a token that was computed meanwhile is dropped.
 """
 
