@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ds4.errors import ConfigError
 from ds4.ids import Position, Token
 
-__all__ = ["SamplingParams", "filtered_distribution", "log_softmax", "sample", "uniform"]
+__all__ = ["GREEDY", "SamplingParams", "filtered_distribution", "log_softmax", "sample", "uniform"]
 
 
 def _check_finite_range(
@@ -72,6 +72,10 @@ class SamplingParams:
     def _check_seed(self, attribute: attrs.Attribute[int], value: int) -> None:
         if not (isinstance(value, int) and 0 <= value < 2**64):
             raise ConfigError(f"seed must be from 0 to 2**64 - 1, got {value!r}")
+
+
+GREEDY = SamplingParams(temperature=0.0)
+"""Argmax, ties to the lower id."""
 
 
 def uniform(seed: int, position: int) -> float:

@@ -1,0 +1,1 @@
+"""The control protocol between head and ranks, without I/O."""

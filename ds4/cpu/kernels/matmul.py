@@ -146,9 +146,7 @@ def _row_products(scratch, s_at, length, x, x_at, x_stride, n_rows, out, out_at,
     r = 0
     while r + 4 <= n_rows:
         a = x_at + r * x_stride
-        y = simd.dot4(
-            scratch, s_at, x, a, a + x_stride, a + 2 * x_stride, a + 3 * x_stride, length
-        )
+        y = simd.dot4(scratch, s_at, x, a, a + x_stride, a + 2 * x_stride, a + 3 * x_stride, length)
         out[out_at + r * out_stride] = y[0]
         out[out_at + (r + 1) * out_stride] = y[1]
         out[out_at + (r + 2) * out_stride] = y[2]
@@ -252,3 +250,13 @@ def tree_join(parts, n_parts, length, out):
         for p in range(n_parts):
             s[p] = parts[p * length + i]
         out[i] = tree_sum(s, n_parts)
+
+
+@njit(nogil=True, cache=True)
+def embed(kind, w, row_bytes, d, tokens, n_rows, n_streams, x):
+    """x[r, s, :] = row tokens[r] of the embedding, for every stream s; x is f32[R * S * d]."""
+    for r in range(n_rows):
+        at = r * n_streams * d
+        decode_span(kind, w, np.int64(tokens[r]) * row_bytes, d, x, at)
+        for s in range(1, n_streams):
+            x[at + s * d : at + (s + 1) * d] = x[at : at + d]

@@ -69,9 +69,7 @@ def _store(builder, value, ptr, align=4):
 
 def _fma(builder, a, b, c):
     name = f"llvm.fma.v{a.type.count}f32"
-    fn = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(a.type, [a.type] * 3), name
-    )
+    fn = cgutils.get_or_insert_function(builder.module, ir.FunctionType(a.type, [a.type] * 3), name)
     return builder.call(fn, [a, b, c])
 
 
@@ -211,10 +209,8 @@ def load_u32(typingctx, w, offset):
     return types.int64(w, types.int64), codegen
 
 
-
-
 def _widen_scale_store(builder, bytes_vec, scale, out_ptr, *, signed=True):
-    """out = float(bytes) * scale."""
+    """Out = float(bytes) * scale."""
     n = bytes_vec.type.count
     extend = builder.sext if signed else builder.zext
     ints = extend(bytes_vec, _vec(_I32, n))
@@ -277,9 +273,7 @@ def decode_grid_x8(typingctx, grid, index, signs, sign_index, scale, out, out_of
         _widen_scale_store(builder, product, args[4], dst)
         return context.get_dummy_value()
 
-    signature = types.void(
-        grid, types.int64, signs, types.int64, types.float32, out, types.int64
-    )
+    signature = types.void(grid, types.int64, signs, types.int64, types.float32, out, types.int64)
     return signature, codegen
 
 

@@ -35,7 +35,8 @@ class Rounding(StrEnum):
 def _power_of_two_scale(amax: NDArray[Float], top: float) -> NDArray[np.float64]:
     """2 ** ceil(log2(amax / top)), exactly: frexp gives m in [0.5, 1) with amax / top = m * 2^e."""
     mantissa, exponent = np.frexp(amax.astype(np.float64) / top)
-    return np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
+    scale: NDArray[np.float64] = np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
+    return scale
 
 
 def _nearest_even(
@@ -44,7 +45,8 @@ def _nearest_even(
     """Round to a float with `mantissa_bits` stored bits; ties to the even code."""
     _, exponent = np.frexp(x)
     step = np.ldexp(1.0, np.maximum(exponent - 1, min_exponent) - mantissa_bits)
-    return np.rint(x / step) * step
+    rounded: NDArray[np.float64] = np.rint(x / step) * step
+    return rounded
 
 
 def _rounded_blocks(

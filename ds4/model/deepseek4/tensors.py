@@ -81,17 +81,13 @@ def expected_tensors(shape: DeepSeek4Shape) -> dict[str, TensorSpec]:
 def _specs(s: DeepSeek4Shape) -> Iterator[TensorSpec]:
     d, streams = s.d_model, s.n_streams
     hyper = TensorClass.HYPER
-    yield TensorSpec(
-        name="token_embd.weight", shape=(s.n_vocab, d), role=TensorClass.EMBEDDING
-    )
+    yield TensorSpec(name="token_embd.weight", shape=(s.n_vocab, d), role=TensorClass.EMBEDDING)
     for layer in range(s.n_layers):
         yield from _layer_specs(s, layer)
     yield TensorSpec(name="output_hc_fn.weight", shape=(streams, streams * d), role=hyper)
     for name, n in (("base", streams), ("scale", 1)):
         yield TensorSpec(name=f"output_hc_{name}.weight", shape=(n,), role=hyper, types=_VECTOR)
-    yield TensorSpec(
-        name="output_norm.weight", shape=(d,), role=TensorClass.NORM, types=_VECTOR
-    )
+    yield TensorSpec(name="output_norm.weight", shape=(d,), role=TensorClass.NORM, types=_VECTOR)
     yield TensorSpec(name="output.weight", shape=(s.n_vocab, d), role=TensorClass.HEAD)
 
 
@@ -275,7 +271,7 @@ def check_hash_table(
 
 def bytes_by_class(file: GGUFFile, shape: DeepSeek4Shape) -> Mapping[TensorClass, tuple[int, int]]:
     """(tensors, bytes) in the file of each class."""
-    totals = {role: (0, 0) for role in TensorClass}
+    totals = dict.fromkeys(TensorClass, (0, 0))
     for spec in expected_tensors(shape).values():
         info = file.tensors.get(spec.name)
         if info is not None:
