@@ -402,7 +402,7 @@ class Scheduler:
         del self._waiting[running.id]
         self._active[running.id] = running
         running.slot = assignment.slot
-        running.last_served = self._steps
+        running.last_served = self._steps - 1
         running.cached = assignment.reused
         self._reused_tokens += assignment.reused
         return assignment.commands
@@ -416,7 +416,7 @@ class Scheduler:
         decoding = [pair for pair in ready if pair[0].pending is not None]
         prompts = [pair for pair in ready if pair[0].pending is None]
         # Least recently served first; `sort` keeps the order of submission among equals. A new
-        # prompt counts as served when it starts, or new ones could keep an old one waiting.
+        # prompt counts as served just before it starts, or new ones could keep an old one waiting.
         prompts.sort(key=lambda pair: pair[0].last_served)
         budget = self.config.max_rows - len(decoding)
         if decoding:
