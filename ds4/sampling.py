@@ -46,10 +46,10 @@ class SamplingParams:
     """
 
     temperature: float = attrs.field(default=1.0, converter=float)
-    top_k: int = 0
+    top_k: int = attrs.field(default=0)
     top_p: float = attrs.field(default=1.0, converter=float)
     min_p: float = attrs.field(default=0.0, converter=float)
-    seed: int = 0
+    seed: int = attrs.field(default=0)
 
     @temperature.validator
     def _check_temperature(self, attribute: attrs.Attribute[float], value: float) -> None:
