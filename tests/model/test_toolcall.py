@@ -331,6 +331,12 @@ def test_a_quoted_marker_does_not_hide_a_real_call():
     assert isinstance(events[-1], BlockEnd)
 
 
+@pytest.mark.parametrize("n_failed", [7, 8])
+def test_after_eight_failed_blocks_markers_are_text(n_failed):
+    events = whole("<tool_calls>x" * n_failed + one_call())
+    assert isinstance(events[-1], BlockEnd) is (n_failed < 8)
+
+
 @given(SNIPPETS)
 def test_without_tools_every_byte_of_an_answer_is_text(text):
     assert whole(text, policy=TEXT) == ([Content(text)] if text else [])
