@@ -164,17 +164,17 @@ def test_prompts_take_turns_when_the_quantum_is_too_small_for_all():
 
 
 def test_new_prompts_cannot_keep_an_old_one_waiting():
-    w = World(n_slots=3, mixed_quantum=4, min_shared_tokens=1000)
+    """Each new prompt continues the one before it, so it is ready at once and fills the quantum."""
+    w = World(n_slots=3, mixed_quantum=4)
     w.submit([1], max_tokens=10_000)
     w.step()
     old = w.submit([2] * 60, max_tokens=1)
-    for n in range(60):
-        w.submit([3 + n] * 4, max_tokens=1)
+    done = []
+    for n in range(40):
+        w.submit([3] * 4 * (n + 1), max_tokens=1)
         _, events = w.step()
-        if any(isinstance(e, TokenEvent) and e.request == old for e in events):
-            break
-    else:
-        pytest.fail("the old prompt starved")
+        done += [e.done for e in events if isinstance(e, PromptProgress) and e.request == old]
+    assert done == list(range(4, 64, 4))
 
 
 def test_requests_start_in_the_order_of_submission():
@@ -456,6 +456,13 @@ def test_sampling_can_be_overridden_for_some_steps():
     assert [w.step()[0].decode[0].sampling for _ in range(2)] == [GREEDY, GREEDY]
     w.scheduler.set_sampling(r, None)
     assert w.step()[0].decode[0].sampling == hot
+
+
+def test_sampling_can_be_overridden_before_the_first_token():
+    w = World()
+    r = w.submit([1], sampling=SamplingParams(temperature=0.7))
+    w.scheduler.set_sampling(r, GREEDY)
+    assert w.step()[0].prefill[0].sampling == GREEDY
 
 
 def test_calls_for_a_request_that_has_ended_do_nothing():
