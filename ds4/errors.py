@@ -110,13 +110,19 @@ class SnapshotError(Ds4Error):
 
 
 class ProtocolError(Ds4Error):
-    """The control protocol was violated. Raised only as one of its two subclasses."""
+    """The control protocol was violated. Raised only as one of its two subclasses.
+
+    Args:
+      text: what was expected and what was found.
+      reason: stable name of the rule that was broken, as listed in docs/PROTOCOL.md.
+    """
 
     code = "protocol"
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, reason: str = "protocol") -> None:
         if type(self) is ProtocolError:
             raise TypeError("raise LocalProtocolError or RemoteProtocolError")
+        self.reason = reason
         super().__init__(text)
 
 

@@ -283,5 +283,5 @@ def test_the_number_of_threads_does_not_change_a_bit(q2_oracle):
 
 
 def test_too_many_threads_are_refused_by_number(q2_oracle):
-    with pytest.raises(ConfigError, match="threads must be from 1 to .*, got 100000"):
+    with pytest.raises(ConfigError, match=r"threads must be from 1 to .*, got 100000"):
         CpuExecutor(GGUFFile.open(q2_oracle.path), threads=100000)

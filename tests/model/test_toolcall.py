@@ -346,8 +346,12 @@ def test_where_calls_are_forbidden_no_markup_is_ever_shown(text, broken, thinkin
         assert joined.startswith(lead)
 
 
-def test_where_calls_are_forbidden_the_answer_goes_on_after_a_block():
-    assert whole("a" + one_call() + "b", policy=DROP) == [Content("ab")]
+def test_where_calls_are_forbidden_a_block_ends_the_turn_without_calls():
+    parser = OutputParser(thinking=False, policy=DROP)
+    assert parser.feed(("a" + one_call() + "b").encode()) == [Content("a")]
+    assert parser.finished
+    assert parser.n_calls == 0
+    # Without the marker it is far likelier to be prose.
     assert whole("write <tool_calls> so", policy=DROP) == [Content("write <tool_calls> so")]
 
 

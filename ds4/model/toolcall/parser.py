@@ -64,7 +64,7 @@ class ToolPolicy(enum.Enum):
     TEXT = "text"
     """The request has no tools: markup is ordinary text."""
     DROP = "drop"
-    """Tools may not be called: a block, even a broken one, never reaches the client."""
+    """Tools may not be called: a block, even a broken one, ends the turn and is never shown."""
 
 
 class _State(enum.Enum):
@@ -406,11 +406,11 @@ class OutputParser:
         call.fragments.append(f"{', ' if call.fragments else '{'}{key}: {value}")
 
     def _end_block(self) -> None:
-        self._state = self._origin
-        if self._policy is ToolPolicy.DROP:
-            self._raw, self._calls = [], []
-            return
         self._state = _State.CONTENT
+        self._buffer = ""
+        self._finished = True
+        if self._policy is ToolPolicy.DROP:
+            return
         for index, call in enumerate(self._calls):
             self._events.append(CallStart(index, call.name))
             self._events.extend(CallArguments(index, fragment) for fragment in call.fragments)
@@ -418,8 +418,6 @@ class OutputParser:
             self._events.append(CallEnd(index, call.name, arguments, _to_bytes(call.raw)))
         self._n_calls = len(self._calls)
         self._events.append(BlockEnd(_to_bytes("".join(self._raw)), self._n_calls))
-        self._buffer = ""
-        self._finished = True
 
 
 def _byte_decoder() -> codecs.IncrementalDecoder:
