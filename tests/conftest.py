@@ -8,10 +8,15 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ds4.gguf import GGUFFile
 
 DATA = Path(__file__).parent / "data"
+
+# A property says nothing about time, and a busy machine must not fail it.
+settings.register_profile("ds4", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ds4")
 
 
 @attrs.frozen

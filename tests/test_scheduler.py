@@ -1,90 +1,21 @@
-"""What each call of the scheduler does, one claim at a time."""
+"""What callers may ask of the scheduler, one claim at a time."""
 
-import numpy as np
 import pytest
 
-from ds4.errors import ConfigError, ContextOverflow, InvalidRequest, Overloaded, RemoteProtocolError
+from ds4.errors import ConfigError, ContextOverflow, InvalidRequest, Overloaded
 from ds4.requests import (
     Finished,
     FinishReason,
     PromptLogits,
     PromptProgress,
-    Request,
     SchedulerConfig,
     Started,
     TokenEvent,
 )
 from ds4.sampling import SamplingParams
-from ds4.scheduler import Scheduler
-from ds4.sessions import CloseSession, OpenSession, Rewind
-from ds4.steps import Chunk, RowResult, StepResult, Want
-
-V = 1000
-GREEDY = SamplingParams(temperature=0.0)
-
-
-class World:
-    """A scheduler whose ranks always answer with the same token."""
-
-    def __init__(self, token=5, **limits):
-        limits.setdefault("n_slots", 2)
-        self.scheduler = Scheduler(SchedulerConfig(n_vocab=V, **limits))
-        self.token = token
-        self.now = 0.0
-
-    def submit(self, prompt, max_tokens=100, **options):
-        return self.scheduler.submit(Request(prompt=prompt, max_tokens=max_tokens, **options))
-
-    def plan(self, dt=0.0):
-        self.now += dt
-        decision = self.scheduler.plan(self.now)
-        for command in decision.commands:
-            if isinstance(command, Rewind):
-                self.scheduler.rewound(command.session, exact=True)
-        return decision
-
-    def result(self, plan):
-        rows = []
-        for entry in plan.entries():
-            n = {Want.TOKEN_AND_LOGITS: 1, Want.ALL_LOGITS: entry.n_rows}.get(entry.want)
-            logits = None if n is None else np.zeros((n, V), np.float32)
-            if entry.want != Want.NOTHING:
-                rows.append(RowResult(session=entry.session, token=self.token, logits=logits))
-        return StepResult(step=plan.step, rows=tuple(rows))
-
-    def step(self):
-        """Plan and apply; plan again when a rewind had to be waited for."""
-        decision = self.plan()
-        if decision.step is None:
-            return self.plan_and_apply()
-        return decision.step, [*decision.events, *self.scheduler.apply(self.result(decision.step))]
-
-    def plan_and_apply(self):
-        decision = self.plan()
-        if decision.step is None:
-            return None, list(decision.events)
-        return decision.step, [*decision.events, *self.scheduler.apply(self.result(decision.step))]
-
-    def run(self, request):
-        """Step until a request ends; returns its events."""
-        events = []
-        for _ in range(1000):
-            _, new = self.step()
-            events += [e for e in new if e.request == request]
-            last = events[-1] if events else None
-            if isinstance(last, Finished) or (isinstance(last, TokenEvent) and last.finished):
-                return events
-        raise AssertionError("no end")
-
-
-def kinds(events):
-    return [type(e).__name__ for e in events]
-
-
-def rows(plan):
-    return [(c.session, c.start, c.n_rows) for c in plan.prefill], [
-        (d.session, d.position, d.token) for d in plan.decode
-    ]
+from ds4.sessions import OpenSession
+from ds4.steps import Want
+from tests.scheduler_world import GREEDY, V, World, kinds, rows
 
 
 def test_a_request_runs_its_prompt_in_chunks_and_then_decodes():
@@ -164,17 +95,17 @@ def test_prompts_take_turns_when_the_quantum_is_too_small_for_all():
 
 
 def test_new_prompts_cannot_keep_an_old_one_waiting():
-    w = World(n_slots=3, mixed_quantum=4, min_shared_tokens=1000)
+    """Each new prompt continues the one before it, so it is ready at once and fills the quantum."""
+    w = World(n_slots=3, mixed_quantum=4)
     w.submit([1], max_tokens=10_000)
     w.step()
     old = w.submit([2] * 60, max_tokens=1)
-    for n in range(60):
-        w.submit([3 + n] * 4, max_tokens=1)
+    done = []
+    for n in range(40):
+        w.submit([3] * 4 * (n + 1), max_tokens=1)
         _, events = w.step()
-        if any(isinstance(e, TokenEvent) and e.request == old for e in events):
-            break
-    else:
-        pytest.fail("the old prompt starved")
+        done += [e.done for e in events if isinstance(e, PromptProgress) and e.request == old]
+    assert done == list(range(4, 64, 4))
 
 
 def test_requests_start_in_the_order_of_submission():
@@ -458,6 +389,13 @@ def test_sampling_can_be_overridden_for_some_steps():
     assert w.step()[0].decode[0].sampling == hot
 
 
+def test_sampling_can_be_overridden_before_the_first_token():
+    w = World()
+    r = w.submit([1], sampling=SamplingParams(temperature=0.7))
+    w.scheduler.set_sampling(r, GREEDY)
+    assert w.step()[0].prefill[0].sampling == GREEDY
+
+
 def test_calls_for_a_request_that_has_ended_do_nothing():
     w = World()
     r = w.submit([1])
@@ -486,184 +424,3 @@ def test_prompt_logits_cover_every_row_and_reuse_nothing():
     logits = [(e.start, e.logits.shape) for e in events if isinstance(e, PromptLogits)]
     assert logits == [(0, (20, V)), (20, (10, V))]
     assert kinds(events)[-1] == "Finished"
-
-
-# --- reuse and rewinds -------------------------------------------------------------------------
-
-
-def test_a_second_turn_runs_only_what_is_new():
-    w = World(token=5)
-    w.run(w.submit(range(40), max_tokens=3))
-    # The last token was sampled but never fed, so it is not in the session.
-    second = w.submit([*range(40), 5, 5, 5, 60], max_tokens=1)
-    decision = w.plan()
-    assert decision.commands == ()
-    assert rows(decision.step) == ([(1, 42, 2)], [])
-    events = w.scheduler.apply(w.result(decision.step))
-    assert events[0] == PromptProgress(request=second, cached=42, done=44, total=44)
-    assert w.scheduler.statistics().reused_tokens == 42
-
-
-def test_a_session_is_in_no_step_until_its_rewind_is_known():
-    w = World(n_slots=1)
-    w.run(w.submit(range(40), max_tokens=3))
-    w.submit(range(40), max_tokens=1)
-    decision = w.scheduler.plan(0.0)
-    (rewind,) = decision.commands
-    assert (rewind.session, rewind.length) == (1, 39)
-    assert decision.step is None
-    assert w.scheduler.plan(0.0).step is None
-    w.scheduler.rewound(1, exact=True)
-    assert rows(w.scheduler.plan(0.0).step) == ([(1, 39, 1)], [])
-
-
-def test_a_rewind_that_fails_leads_to_a_new_session_and_a_whole_prefill():
-    w = World(n_slots=1)
-    w.run(w.submit(range(40), max_tokens=3))
-    r = w.submit(range(40), max_tokens=1)
-    w.scheduler.plan(0.0)
-    w.scheduler.rewound(1, exact=False)
-    decision = w.scheduler.plan(0.0)
-    assert decision.commands == (
-        CloseSession(session=1),
-        OpenSession(session=2, n_ctx=32768),
-    )
-    assert rows(decision.step) == ([(2, 0, 40)], [])
-    events = w.scheduler.apply(w.result(decision.step))
-    assert events[0] == PromptProgress(request=r, cached=0, done=40, total=40)
-    assert w.scheduler.statistics().reused_tokens == 0
-
-
-def test_a_rewind_may_fail_after_its_request_was_cancelled():
-    w = World(n_slots=1)
-    w.run(w.submit(range(40), max_tokens=3))
-    r = w.submit(range(40), max_tokens=1)
-    w.scheduler.plan(0.0)
-    w.scheduler.cancel(r)
-    later = w.submit(range(40), max_tokens=1)
-    assert w.scheduler.plan(0.0).events == ()  # the only slot is still being rewound
-    w.scheduler.rewound(1, exact=False)
-    assert w.scheduler.plan(0.0).events == (Started(request=later),)
-
-
-def test_an_unasked_rewind_outcome_is_a_protocol_error():
-    w = World()
-    w.submit([1])
-    w.plan()
-    with pytest.raises(RemoteProtocolError, match="session 1 was not asked to rewind"):
-        w.scheduler.rewound(1, exact=True)
-
-
-# --- results -----------------------------------------------------------------------------------
-
-
-def test_a_second_plan_before_the_result_is_a_bug_of_the_caller():
-    w = World()
-    w.submit([1])
-    w.plan()
-    with pytest.raises(RuntimeError, match="step 1 has not been applied"):
-        w.plan()
-
-
-@pytest.mark.parametrize(
-    ("result", "text"),
-    [
-        (StepResult(step=2), "result of step 2, outstanding is 1"),
-        (StepResult(step=1), r"results for sessions \[\], expected \[1, 2\]"),
-        (
-            StepResult(step=1, rows=(RowResult(session=2, token=1), RowResult(session=1, token=1))),
-            r"sessions \[2, 1\], expected \[1, 2\]",
-        ),
-        (
-            StepResult(step=1, rows=(RowResult(session=1), RowResult(session=2, token=1))),
-            "session 1: None is no token",
-        ),
-        (
-            StepResult(step=1, rows=(RowResult(session=1, token=V), RowResult(session=2, token=1))),
-            "session 1: 1000 is no token",
-        ),
-        (
-            StepResult(step=1, rows=(RowResult(session=1, token=1), RowResult(session=2, token=1))),
-            "session 2: logits of 0 rows, expected 1",
-        ),
-        (
-            StepResult(
-                step=1,
-                rows=(
-                    RowResult(session=1, token=1, logits=np.zeros((1, V), np.float32)),
-                    RowResult(session=2, token=1, logits=np.zeros((1, V), np.float32)),
-                ),
-            ),
-            "session 1: logits of 1 rows, expected 0",
-        ),
-    ],
-)
-def test_a_result_that_does_not_fit_the_plan_changes_nothing(result, text):
-    w = World()
-    w.submit([1])
-    w.submit([2], want_logits=True)
-    plan = w.plan().step
-    with pytest.raises(RemoteProtocolError, match=text):
-        w.scheduler.apply(result)
-    assert kinds(w.scheduler.apply(w.result(plan))) == ["PromptProgress", "TokenEvent"] * 2
-
-
-def test_a_result_without_a_plan_is_refused():
-    w = World()
-    with pytest.raises(RemoteProtocolError, match="outstanding is none"):
-        w.scheduler.apply(StepResult(step=1))
-
-
-def test_a_refused_step_fails_one_request_and_the_others_are_planned_again():
-    w = World()
-    a, b = w.submit([1, 2, 3]), w.submit([4, 5, 6])
-    plan = w.plan().step
-    (event,) = w.scheduler.refused(plan.step, plan.prefill[0].session, "start 0, length 7")
-    assert event == Finished(request=a, reason=FinishReason.FAILED, text="start 0, length 7")
-    decision = w.plan()
-    assert decision.commands == (CloseSession(session=1),)
-    assert (decision.step.step, rows(decision.step)) == (2, ([(2, 0, 3)], []))
-    assert w.scheduler.session_of(b) == 2
-
-
-@pytest.mark.parametrize(
-    ("step", "session", "text"),
-    [(2, 1, "step 2, which is not outstanding"), (1, 9, "step 1 for session 9, not in it")],
-)
-def test_a_refusal_of_something_else_changes_nothing(step, session, text):
-    w = World()
-    w.submit([1])
-    plan = w.plan().step
-    with pytest.raises(RemoteProtocolError, match=text):
-        w.scheduler.refused(step, session, "x")
-    assert w.scheduler.apply(w.result(plan))
-
-
-def test_a_lost_world_ends_everything_and_the_next_epoch_starts_empty():
-    w = World(n_slots=1)
-    running, waiting = w.submit(range(40)), w.submit([2])
-    w.plan()
-    events = w.scheduler.fail_all("rank 1 lost")
-    assert [(e.request, e.reason, e.text) for e in events] == [
-        (running, FinishReason.FAILED, "rank 1 lost"),
-        (waiting, FinishReason.FAILED, "rank 1 lost"),
-    ]
-    w.submit(range(40))
-    decision = w.plan()
-    assert decision.commands == (OpenSession(session=2, n_ctx=32768),)
-    assert isinstance(decision.step.prefill[0], Chunk)
-    assert decision.step.prefill[0].start == 0
-
-
-def test_statistics_are_a_snapshot():
-    w = World(n_slots=2)
-    before = w.scheduler.statistics()
-    w.run(w.submit([1, 2, 3], max_tokens=2))
-    after = w.scheduler.statistics()
-    assert before.submitted == 0
-    assert after.steps == 2
-    assert (after.prompt_tokens, after.generated_tokens, after.kept_tokens) == (3, 2, 4)
-    assert (after.slots, after.open_sessions) == (2, 1)
-    assert dict(after.finished)[FinishReason.LENGTH] == 1
-    with pytest.raises(AttributeError):
-        after.steps = 7
