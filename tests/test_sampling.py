@@ -347,8 +347,8 @@ def test_the_default_filter_is_quick_on_a_full_vocabulary():
     logits = (np.random.default_rng(0).standard_normal(FULL_VOCABULARY) * 3).astype(np.float32)
     params = SamplingParams(min_p=0.05, seed=1)
     sample(logits, params, 0)
-    start = time.perf_counter()
+    start = time.process_time()
     for position in range(20):
         sample(logits, params, position)
-    each_s = (time.perf_counter() - start) / 20
+    each_s = (time.process_time() - start) / 20
     assert each_s < 0.01  # measured 0.0002; a full sort alone takes 0.025

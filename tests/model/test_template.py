@@ -164,10 +164,10 @@ def test_a_template_that_fails_names_its_line(source, message):
     ],
 )
 def test_a_costly_template_is_stopped(source):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(InvalidRequest, match=r"more than|limited to small|too large"):
         run(source, limits=TemplateLimits(steps=200_000))
-    assert time.perf_counter() - start < 20  # measured under 6 s each
+    assert time.process_time() - start < 20  # measured under 6 s each
 
 
 def test_limits_are_counted_not_timed():

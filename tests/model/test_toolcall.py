@@ -471,9 +471,9 @@ def test_a_block_beyond_the_limit_is_text_again():
 def test_hostile_output_is_parsed_in_linear_time(unit):
     data = (unit * (200_000 // len(unit))).encode()
     pieces = [data[i : i + 7] for i in range(0, len(data), 7)]
-    start = time.perf_counter()
+    start = time.process_time()
     events = parse(pieces)
-    elapsed_s = time.perf_counter() - start
+    elapsed_s = time.process_time() - start
     assert shown(events, Content) == data.decode()
     assert elapsed_s < 10  # measured well under 2 s; quadratic work takes minutes
 
@@ -481,9 +481,9 @@ def test_hostile_output_is_parsed_in_linear_time(unit):
 def test_a_long_payload_is_parsed_in_linear_time():
     value = "some text, <b>tags</b> and \n lines " * 30_000
     data = one_call(json.dumps({"p": value})).encode()
-    start = time.perf_counter()
+    start = time.process_time()
     events = parse(data[i : i + 4] for i in range(0, len(data), 4))
-    elapsed_s = time.perf_counter() - start
+    elapsed_s = time.process_time() - start
     assert json.loads(events[-2].arguments) == {"p": value}
     assert elapsed_s < 20  # measured under 2 s for a megabyte in 4-byte pieces
 
