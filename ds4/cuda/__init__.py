@@ -1,0 +1,1 @@
+"""The CUDA backend. Synchronous code, called from one thread."""
