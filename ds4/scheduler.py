@@ -211,7 +211,7 @@ class Scheduler:
         if self._outstanding is not None:
             raise RuntimeError(f"step {self._outstanding.step} has not been applied")
         events: list[Event] = self._expire(now)
-        commands = list(self.slots.repair())
+        commands: list[Command] = list(self.slots.closing())
         for running in list(self._waiting.values())[: self._n_startable()]:
             commands += self._start(running)
             events.append(Started(request=running.id))
@@ -267,24 +267,30 @@ class Scheduler:
         self.slots.discard(slot)
         return tuple(events)
 
-    def rewound(self, session: SessionId, *, exact: bool) -> None:
+    def rewound(self, session: SessionId, length: int) -> None:
         """Report the outcome of a `Rewind`.
 
         Args:
           session: whose.
-          exact: False when a rank could not rebuild the state; then the session is closed, and the
-            request gets a new one and runs its prompt from the start.
+          length: tokens the ranks have kept, at most as many as the command allowed. The prompt is
+            run from there.
+
+        Raises:
+          RemoteProtocolError: no rewind of that session was asked for, or more was kept.
         """
         slot = self.slots.by_session(session)
         if not slot.rewinding:
             raise RemoteProtocolError(f"session {session} was not asked to rewind")
+        asked = len(slot.timeline)
+        if not 0 <= length <= asked:
+            raise RemoteProtocolError(
+                f"session {session} was to keep at most {asked} tokens and has kept {length}"
+            )
         slot.rewinding = False
-        if not exact:
-            self.slots.discard(slot)
-            if slot.request is not None:
-                running = self._active[slot.request]
-                self._reused_tokens -= running.cached
-                running.cached = 0
+        slot.timeline.cut(length)
+        if slot.request is not None:
+            self._active[slot.request].cached = length
+            self._reused_tokens -= asked - length
 
     def fail_all(self, text: str) -> tuple[Event, ...]:
         """The world is lost: end every request and forget every session.
@@ -300,7 +306,7 @@ class Scheduler:
         ]
         for slot in self.slots.slots:
             self.slots.discard(slot)
-        self.slots.repair()  # drops the close commands
+        self.slots.closing()  # drops the commands
         return tuple(event for event in ended if event is not None)
 
     def session_of(self, request: RequestId) -> SessionId | None:
@@ -421,7 +427,7 @@ class Scheduler:
         budget = self.config.max_rows - len(decoding)
         if decoding:
             budget = min(budget, self.config.mixed_quantum)
-        needs = [int(r.request.prompt.size) - len(slot.timeline) for r, slot in prompts]
+        needs = [self._next_stop(r.request, len(slot.timeline)) for r, slot in prompts]
         shares = _shares(needs, budget, self.config.prefill_chunk)
         prefill = tuple(
             self._chunk(running, slot, n)
@@ -435,6 +441,17 @@ class Scheduler:
         self._next_step += 1
         self._steps += 1
         return self._outstanding
+
+    @staticmethod
+    def _next_stop(request: Request, done: int) -> int:
+        """Prompt tokens up to the next place where a chunk must end.
+
+        A chunk ends with the system prompt, because executors can go back to the end of a chunk,
+        and that is where the next conversation will branch off.
+        """
+        if done < request.system_tokens:
+            return request.system_tokens - done
+        return int(request.prompt.size) - done
 
     def _serve(self, running: _Running, slot: Slot) -> SessionId:
         assert slot.session is not None

@@ -93,14 +93,14 @@ class CloseSession:
 
 @attrs.frozen(kw_only=True)
 class Rewind:
-    """Cut a session to its first `length` tokens on every rank.
+    """Cut a session to at most its first `length` tokens on every rank.
 
-    The session is in no step until the outcome is reported with `Scheduler.rewound`, because the
-    state at `length` may be gone; then the prompt is prefilled from its start.
+    The session is in no step until the outcome is reported with `Scheduler.rewound`, because ranks
+    go back to the newest state they still have, which may be an earlier one.
 
     Attributes:
       session: which.
-      length: tokens to keep.
+      length: tokens to keep at most.
       dropped: tokens that go, i32[n]: with the prefix the whole timeline, for whoever wants to save
         it first.
       evicts: True when another conversation is displaced, False when the same one is continued.
@@ -150,7 +150,7 @@ class Assignment:
 
     Attributes:
       slot: the slot, already marked as the request's.
-      reused: tokens of the prompt that the session holds already (after the rewind, if any).
+      reused: tokens of the prompt that the session holds already (before a rewind has cost more).
       commands: what the ranks have to do first.
     """
 
@@ -276,16 +276,11 @@ class SlotTable:
         slot.timeline = Timeline()
         slot.in_flight = slot.rewinding = False
 
-    def repair(self) -> tuple[Command, ...]:
-        """Commands that close discarded sessions and open new ones for requests that need one."""
-        commands: list[Command] = list(self._closing)
+    def closing(self) -> tuple[CloseSession, ...]:
+        """Commands that close the sessions discarded since the last call."""
+        commands = tuple(self._closing)
         self._closing.clear()
-        commands += [
-            self._open(slot)
-            for slot in self.slots
-            if slot.session is None and slot.request is not None
-        ]
-        return tuple(commands)
+        return commands
 
     def adopt(self, session: SessionId, tokens: Sequence[int] | NDArray[np.int32]) -> None:
         """An idle session has been restored from a snapshot and now holds `tokens`.

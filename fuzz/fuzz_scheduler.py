@@ -65,8 +65,8 @@ class ToyRanks:
         self.ever_opened: set[int] = set()
         self.last_step: int | None = None
 
-    def command(self, command: Command, *, exact: bool) -> bool:
-        """Carry out one command. Returns False for a rewind that was not possible."""
+    def command(self, command: Command, *, exact: bool) -> int:
+        """Carry out one command. Returns the tokens that a rewind has kept, else 0."""
         match command:
             case OpenSession(session=session, n_ctx=n_ctx):
                 assert session not in self.ever_opened, "a session id is used again"
@@ -80,12 +80,9 @@ class ToyRanks:
                 held = self.sessions[session]
                 assert 0 <= length < len(held), "a rewind that cuts nothing"
                 assert dropped.tolist() == held[length:]
-                if not exact:
-                    # An honest rank may leave anything behind when it cannot rebuild the state.
-                    self.sessions[session] = [-1]
-                    return False
-                del held[length:]
-        return True
+                del held[length if exact else length // 2 :]
+                return len(held)
+        return 0
 
     def step(self, plan: StepPlan) -> StepResult:
         """Run a plan: every entry extends its session, wanted rows get the toy token."""
@@ -142,7 +139,7 @@ class SchedulerModel:
         self.ranks = ToyRanks(config)
         self.seen: dict[RequestId, _Seen] = {}
         self.plan_: StepPlan | None = None
-        self.pending_rewinds: dict[SessionId, bool] = {}
+        self.pending_rewinds: dict[SessionId, int] = {}
         self.last_started = 0
         self.now = 0.0
 
@@ -212,17 +209,17 @@ class SchedulerModel:
         self._take(decision.events)
         self._check_deadlines(decision)
         for command in decision.commands:
-            done = self.ranks.command(command, exact=exact)
+            kept = self.ranks.command(command, exact=exact)
             if isinstance(command, Rewind):
-                self.pending_rewinds[command.session] = done
+                self.pending_rewinds[command.session] = kept
         self.plan_ = decision.step
         self._check_plan()
         self.check()
 
     def settle(self) -> None:
         """Report the outcome of every rewind."""
-        for session, exact in self.pending_rewinds.items():
-            self.scheduler.rewound(session, exact=exact)
+        for session, kept in self.pending_rewinds.items():
+            self.scheduler.rewound(session, kept)
         self.pending_rewinds.clear()
         self.check()
 
@@ -351,6 +348,8 @@ class SchedulerModel:
             assert 0 < plan.n_rows <= self.config.max_rows
             prompt_rows = sum(chunk.n_rows for chunk in plan.prefill)
             assert all(chunk.n_rows <= self.config.prefill_chunk for chunk in plan.prefill)
+            for chunk in plan.prefill:
+                self._check_system_stop(chunk)
             if plan.decode:
                 assert prompt_rows <= self.config.mixed_quantum
             rows_of = {entry.session: entry.n_rows for entry in plan.entries()}
@@ -371,6 +370,13 @@ class SchedulerModel:
             seen.idle_plans += 1
             assert seen.idle_plans <= 2 * self.config.n_slots, "a prompt starves"
         assert served == len(rows_of), "rows of a request that is not ready"
+
+    def _check_system_stop(self, chunk: Chunk) -> None:
+        for request in self.live():
+            if self.scheduler.session_of(request) == chunk.session:
+                stop = self.seen[request].request.system_tokens
+                end = chunk.start + chunk.n_rows
+                assert end <= stop or chunk.start >= stop, "a chunk crosses the system prompt"
 
     def check(self) -> None:
         """Promises that hold at any time."""

@@ -40,7 +40,7 @@ class World:
         decision = self.scheduler.plan(self.now)
         for command in decision.commands:
             if isinstance(command, Rewind):
-                self.scheduler.rewound(command.session, exact=True)
+                self.scheduler.rewound(command.session, command.length)
         return decision
 
     def result(self, plan):
@@ -164,17 +164,17 @@ def test_prompts_take_turns_when_the_quantum_is_too_small_for_all():
 
 
 def test_new_prompts_cannot_keep_an_old_one_waiting():
-    w = World(n_slots=3, mixed_quantum=4, min_shared_tokens=1000)
+    """Each new prompt continues the one before it, so it is ready at once and fills the quantum."""
+    w = World(n_slots=3, mixed_quantum=4)
     w.submit([1], max_tokens=10_000)
     w.step()
     old = w.submit([2] * 60, max_tokens=1)
-    for n in range(60):
-        w.submit([3 + n] * 4, max_tokens=1)
+    done = []
+    for n in range(40):
+        w.submit([3] * 4 * (n + 1), max_tokens=1)
         _, events = w.step()
-        if any(isinstance(e, TokenEvent) and e.request == old for e in events):
-            break
-    else:
-        pytest.fail("the old prompt starved")
+        done += [e.done for e in events if isinstance(e, PromptProgress) and e.request == old]
+    assert done == list(range(4, 64, 4))
 
 
 def test_requests_start_in_the_order_of_submission():
@@ -458,6 +458,13 @@ def test_sampling_can_be_overridden_for_some_steps():
     assert w.step()[0].decode[0].sampling == hot
 
 
+def test_sampling_can_be_overridden_before_the_first_token():
+    w = World()
+    r = w.submit([1], sampling=SamplingParams(temperature=0.7))
+    w.scheduler.set_sampling(r, GREEDY)
+    assert w.step()[0].prefill[0].sampling == GREEDY
+
+
 def test_calls_for_a_request_that_has_ended_do_nothing():
     w = World()
     r = w.submit([1])
@@ -513,37 +520,54 @@ def test_a_session_is_in_no_step_until_its_rewind_is_known():
     assert (rewind.session, rewind.length) == (1, 39)
     assert decision.step is None
     assert w.scheduler.plan(0.0).step is None
-    w.scheduler.rewound(1, exact=True)
+    w.scheduler.rewound(1, 39)
     assert rows(w.scheduler.plan(0.0).step) == ([(1, 39, 1)], [])
 
 
-def test_a_rewind_that_fails_leads_to_a_new_session_and_a_whole_prefill():
+def test_a_rewind_that_keeps_less_runs_more_of_the_prompt():
     w = World(n_slots=1)
     w.run(w.submit(range(40), max_tokens=3))
     r = w.submit(range(40), max_tokens=1)
     w.scheduler.plan(0.0)
-    w.scheduler.rewound(1, exact=False)
+    w.scheduler.rewound(1, 20)
     decision = w.scheduler.plan(0.0)
-    assert decision.commands == (
-        CloseSession(session=1),
-        OpenSession(session=2, n_ctx=32768),
-    )
-    assert rows(decision.step) == ([(2, 0, 40)], [])
+    assert decision.commands == ()
+    assert rows(decision.step) == ([(1, 20, 20)], [])
     events = w.scheduler.apply(w.result(decision.step))
-    assert events[0] == PromptProgress(request=r, cached=0, done=40, total=40)
-    assert w.scheduler.statistics().reused_tokens == 0
+    assert events[0] == PromptProgress(request=r, cached=20, done=40, total=40)
+    assert w.scheduler.statistics().reused_tokens == 20
 
 
-def test_a_rewind_may_fail_after_its_request_was_cancelled():
+def test_a_slot_stays_busy_until_its_rewind_is_known_even_when_nobody_wants_it_any_more():
     w = World(n_slots=1)
     w.run(w.submit(range(40), max_tokens=3))
     r = w.submit(range(40), max_tokens=1)
     w.scheduler.plan(0.0)
     w.scheduler.cancel(r)
-    later = w.submit(range(40), max_tokens=1)
-    assert w.scheduler.plan(0.0).events == ()  # the only slot is still being rewound
-    w.scheduler.rewound(1, exact=False)
-    assert w.scheduler.plan(0.0).events == (Started(request=later),)
+    later = w.submit(range(45), max_tokens=1)
+    assert w.scheduler.plan(0.0).events == ()
+    w.scheduler.rewound(1, 20)
+    decision = w.scheduler.plan(0.0)
+    assert decision.events == (Started(request=later),)
+    assert rows(decision.step) == ([(1, 20, 25)], [])
+
+
+@pytest.mark.parametrize("length", [-1, 40])
+def test_a_rewind_cannot_keep_more_than_was_asked_for(length):
+    w = World(n_slots=1)
+    w.run(w.submit(range(40), max_tokens=3))
+    w.submit(range(40), max_tokens=1)
+    w.scheduler.plan(0.0)
+    with pytest.raises(RemoteProtocolError, match=f"at most 39 tokens and has kept {length}"):
+        w.scheduler.rewound(1, length)
+
+
+def test_a_chunk_ends_with_the_system_prompt():
+    """Executors can go back to the end of a chunk; the next conversation branches off there."""
+    w = World(n_slots=1)
+    w.submit(range(50), system_tokens=30, max_tokens=1)
+    assert rows(w.step()[0]) == ([(1, 0, 30)], [])
+    assert rows(w.step()[0]) == ([(1, 30, 20)], [])
 
 
 def test_an_unasked_rewind_outcome_is_a_protocol_error():
@@ -551,7 +575,7 @@ def test_an_unasked_rewind_outcome_is_a_protocol_error():
     w.submit([1])
     w.plan()
     with pytest.raises(RemoteProtocolError, match="session 1 was not asked to rewind"):
-        w.scheduler.rewound(1, exact=True)
+        w.scheduler.rewound(1, 39)
 
 
 # --- results -----------------------------------------------------------------------------------

@@ -214,20 +214,11 @@ def test_a_discarded_session_is_closed_and_its_id_not_used_again():
     table = Table(1)
     slot = table.turn([1, 2, 3]).slot
     table.discard(slot)
-    assert table.repair() == (CloseSession(session=1),)
-    assert table.repair() == ()
+    assert table.closing() == (CloseSession(session=1),)
+    assert table.closing() == ()
     found = table.begin([1, 2, 3, 7])
     assert found.reused == 0
     assert found.commands == (OpenSession(session=2, n_ctx=1000),)
-
-
-def test_a_request_whose_session_is_discarded_gets_a_new_one():
-    table = Table(1)
-    slot = table.begin([1, 2, 3]).slot
-    table.discard(slot)
-    assert table.repair() == (CloseSession(session=1), OpenSession(session=2, n_ctx=1000))
-    assert slot.session == 2
-    assert not len(slot.timeline)
 
 
 def test_a_restored_snapshot_is_reused_like_any_timeline():

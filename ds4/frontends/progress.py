@@ -1,0 +1,130 @@
+"""Prefill progress and rates, both on standard error.
+
+On a terminal one line is redrawn in place, from a clock of its own as well as after every chunk, so
+a chunk that takes long is seen to run. Elsewhere there is at most one line per chunk. Nothing here
+ever writes to standard output.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import attrs
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from ds4.frontends.terminal import Terminal
+
+__all__ = ["Rates", "prefill_progress"]
+
+_SHORT_PROMPT = 1
+"""A prompt of one token is a decode step and shows no progress."""
+
+
+@contextmanager
+def prefill_progress(terminal: Terminal, n_tokens: int) -> Iterator[Callable[[int, int], None]]:
+    """Show the progress of one prompt.
+
+    Args:
+      terminal: where to.
+      n_tokens: tokens in all.
+
+    Yields:
+      What `Session.feed` calls with (done, all) after every chunk. The line goes away when the
+      block ends or all is done, before any text of the answer.
+    """
+    if terminal.quiet or n_tokens <= _SHORT_PROMPT:
+        yield lambda done, total: None
+    elif terminal.redraws:
+        with _redrawn(terminal, n_tokens) as report:
+            yield report
+    else:
+        yield lambda done, total: terminal.line(_text(done, total))
+
+
+def _text(done: int, total: int) -> str:
+    return f"prefill {done}/{total} tokens {100 * done / total:.1f}%"
+
+
+@contextmanager
+def _redrawn(terminal: Terminal, n_tokens: int) -> Iterator[Callable[[int, int], None]]:
+    console = Console(
+        file=terminal.stderr,
+        force_terminal=True,
+        no_color=not terminal.colours_allowed,
+        highlight=False,
+    )
+    bar = Bar(
+        TextColumn("prefill"),
+        BarColumn(bar_width=24),
+        TextColumn("{task.completed:.0f}/{task.total:.0f} tokens {task.percentage:.1f}%"),
+        TimeElapsedColumn(),
+        console=console,
+        refresh_per_second=4,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )
+    task = bar.add_task("prefill", total=n_tokens)
+
+    def report(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        bar.refresh()
+        if done >= total:
+            bar.stop()
+
+    bar.start()
+    try:
+        yield report
+    finally:
+        bar.stop()
+
+
+@attrs.define
+class Rates:
+    """Tokens and seconds of one answer.
+
+    The first sampled token comes out of the prefill; every later one costs a decode step. So the
+    generation rate divides the later tokens by the time they took.
+
+    Attributes:
+      prefill_tokens: tokens fed before the first sampled one.
+      prefill_s: seconds until it was there.
+      tokens: sampled tokens.
+      decode_s: seconds from the first to the last.
+    """
+
+    prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    tokens: int = 0
+    decode_s: float = 0.0
+    _start: float = attrs.field(factory=time.perf_counter)
+    _first: float = 0.0
+
+    def token(self) -> None:
+        """Record that a token has been sampled."""
+        now = time.perf_counter()
+        if not self.tokens:
+            self._first = now
+            self.prefill_s = now - self._start
+        self.tokens += 1
+        self.decode_s = now - self._first
+
+    @property
+    def prefill_rate(self) -> float:
+        """Prompt tokens per second; 0 when nothing was measured."""
+        return self.prefill_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def decode_rate(self) -> float:
+        """Generated tokens per second; 0 when nothing was measured."""
+        return (self.tokens - 1) / self.decode_s if self.tokens > 1 and self.decode_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"prefill: {self.prefill_tokens} tokens, {self.prefill_rate:.2f} t/s;"
+            f" generation: {self.tokens} tokens, {self.decode_rate:.2f} t/s"
+        )
