@@ -8,8 +8,13 @@ from pathlib import Path
 import attrs
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from ds4.gguf import GGUFFile
+
+# Time per example measures how busy the machine is, not the code.
+settings.register_profile("ds4", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("ds4")
 
 DATA = Path(__file__).parent / "data"
 
