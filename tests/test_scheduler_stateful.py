@@ -118,13 +118,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.model.drain()
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None
-)
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 test_promises_hold_under_any_history = SchedulerMachine.TestCase
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=400))
 def test_promises_hold_for_any_bytes(data):
     fuzz_scheduler.test_one_input(data)
