@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from enum import Enum
@@ -125,31 +126,33 @@ def run_turn(
     """
     tokenizer = conversation.model.tokenizer
     trace.tokens("prompt", ids, tokenizer.decode(ids))
-    writer: AnswerWriter | None = None
     rates = Rates(prefill_tokens=len(ids))
     sampled: list[int] = []
-    with interrupt.guard():
-        try:
-            with prefill_progress(terminal, len(ids)) as progress:
-                tokens = conversation.answer(
-                    ids,
-                    max_tokens=max_tokens,
-                    sampling=sampling,
-                    progress=progress,
-                    stop=interrupt,
-                )
-                first = next(tokens, None)
-            if first is not None:
-                writer = AnswerWriter(
-                    terminal, tokenizer, thinking=_opens_reasoning(tokenizer, ids)
-                )
+    # Closing the generator is what rolls a failed turn back, so it happens here and not whenever it
+    # is collected.
+    with (
+        interrupt.guard(),
+        contextlib.closing(
+            conversation.answer(
+                ids,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                progress=lambda done, total: report(done, total),
+                stop=interrupt,
+            )
+        ) as tokens,
+    ):
+        with prefill_progress(terminal, len(ids)) as report:
+            first = next(tokens, None)
+        if first is not None:
+            writer = AnswerWriter(terminal, tokenizer, thinking=_opens_reasoning(tokenizer, ids))
+            try:
                 for token in itertools.chain([first], tokens):
                     rates.token()
                     sampled.append(token)
                     if token != tokenizer.special.eos:
                         writer.token(token)
-        finally:
-            if writer is not None:
+            finally:
                 writer.end()
     ending = _ending(conversation, sampled, interrupt, max_tokens)
     trace.tokens("answer", sampled, tokenizer.decode(sampled))
