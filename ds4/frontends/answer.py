@@ -11,7 +11,7 @@ import attrs
 
 from ds4.frontends.conversation import Conversation
 from ds4.frontends.interrupt import Interrupt
-from ds4.frontends.progress import Rates, prefill_progress
+from ds4.frontends.progress import PrefillProgress, Rates
 from ds4.frontends.terminal import DIM, RESET, Terminal
 from ds4.frontends.trace import Trace
 from ds4.model.tokenizer import StreamDecoder, Tokenizer
@@ -126,6 +126,7 @@ def run_turn(
     """
     tokenizer = conversation.model.tokenizer
     trace.tokens("prompt", ids, tokenizer.decode(ids))
+    progress = PrefillProgress(terminal, len(ids))
     rates = Rates(prefill_tokens=len(ids))
     sampled: list[int] = []
     # Closing the generator is what rolls a failed turn back, so it happens here and not whenever it
@@ -137,12 +138,12 @@ def run_turn(
                 ids,
                 max_tokens=max_tokens,
                 sampling=sampling,
-                progress=lambda done, total: report(done, total),
+                progress=progress,
                 stop=interrupt,
             )
         ) as tokens,
     ):
-        with prefill_progress(terminal, len(ids)) as report:
+        with progress:
             first = next(tokens, None)
         if first is not None:
             writer = AnswerWriter(terminal, tokenizer, thinking=_opens_reasoning(tokenizer, ids))
