@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from enum import Enum
@@ -10,7 +11,7 @@ import attrs
 
 from ds4.frontends.conversation import Conversation
 from ds4.frontends.interrupt import Interrupt
-from ds4.frontends.progress import Rates, prefill_progress
+from ds4.frontends.progress import PrefillProgress, Rates
 from ds4.frontends.terminal import DIM, RESET, Terminal
 from ds4.frontends.trace import Trace
 from ds4.model.tokenizer import StreamDecoder, Tokenizer
@@ -125,31 +126,34 @@ def run_turn(
     """
     tokenizer = conversation.model.tokenizer
     trace.tokens("prompt", ids, tokenizer.decode(ids))
-    writer: AnswerWriter | None = None
+    progress = PrefillProgress(terminal, len(ids))
     rates = Rates(prefill_tokens=len(ids))
     sampled: list[int] = []
-    with interrupt.guard():
-        try:
-            with prefill_progress(terminal, len(ids)) as progress:
-                tokens = conversation.answer(
-                    ids,
-                    max_tokens=max_tokens,
-                    sampling=sampling,
-                    progress=progress,
-                    stop=interrupt,
-                )
-                first = next(tokens, None)
-            if first is not None:
-                writer = AnswerWriter(
-                    terminal, tokenizer, thinking=_opens_reasoning(tokenizer, ids)
-                )
+    # Closing the generator is what rolls a failed turn back, so it happens here and not whenever it
+    # is collected.
+    with (
+        interrupt.guard(),
+        contextlib.closing(
+            conversation.answer(
+                ids,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                progress=progress,
+                stop=interrupt,
+            )
+        ) as tokens,
+    ):
+        with progress:
+            first = next(tokens, None)
+        if first is not None:
+            writer = AnswerWriter(terminal, tokenizer, thinking=_opens_reasoning(tokenizer, ids))
+            try:
                 for token in itertools.chain([first], tokens):
                     rates.token()
                     sampled.append(token)
                     if token != tokenizer.special.eos:
                         writer.token(token)
-        finally:
-            if writer is not None:
+            finally:
                 writer.end()
     ending = _ending(conversation, sampled, interrupt, max_tokens)
     trace.tokens("answer", sampled, tokenizer.decode(sampled))

@@ -7,7 +7,7 @@ what was produced. This module prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 from ds4.api import Model, Progress, Session
 from ds4.ids import Token
@@ -74,7 +74,7 @@ class Conversation:
         sampling: SamplingParams,
         progress: Progress | None = None,
         stop: Callable[[], bool] | None = None,
-    ) -> Iterator[Token]:
+    ) -> Generator[Token, None, None]:
         """Feed what `render` returned, then yield the answer's tokens.
 
         Ends after end-of-sequence, `max_tokens`, a full context, or when `stop` says so.
