@@ -27,10 +27,13 @@ class StepExecutor(Protocol):
         """
 
     def close_session(self, session: SessionId) -> None:
-        """Drop a timeline. Raises KeyError-free `ConfigError` when it is not open."""
+        """Drop a timeline. Raises `InvalidRequest` when it is not open."""
 
     def session_length(self, session: SessionId) -> Position:
-        """Tokens the timeline holds."""
+        """Number of tokens the timeline holds."""
+
+    def session_tokens(self, session: SessionId) -> list[int]:
+        """The ids the timeline holds."""
 
     def check(self, plan: StepPlan) -> None:
         """Raise `InvalidRequest` for a plan that does not fit the sessions; launches nothing."""
@@ -54,11 +57,15 @@ class StepExecutor(Protocol):
             unchanged.
         """
 
-    def rewind(self, session: SessionId, length: Position) -> None:
-        """Cut the timeline to its first `length` tokens, exactly as if the rest had never been.
+    def rewind(self, session: SessionId, length: Position) -> Position:
+        """Cut the timeline to the longest exact prefix it still has state for.
+
+        Returns:
+          The length kept, at most `length` and the same on every rank. The caller feeds the tokens
+          in between again; the result is then as if the rest had never been.
 
         Raises:
-          InvalidRequest: longer than it is, or the state at `length` can no longer be rebuilt.
+          InvalidRequest: longer than the timeline is.
         """
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ds4.errors import InvalidRequest
 from ds4.ids import Position, SessionId, StepId, Token
-from ds4.sampling import SamplingParams
+from ds4.sampling import GREEDY, SamplingParams
 
 __all__ = ["Chunk", "Decode", "RowResult", "StepPlan", "StepResult", "Want"]
 
@@ -61,7 +61,7 @@ class Chunk:
     start: Position
     tokens: NDArray[np.int32] = attrs.field(converter=_tokens)
     want: int = attrs.field(default=Want.NOTHING, validator=attrs.validators.in_(Want.ALL))
-    sampling: SamplingParams = SamplingParams(temperature=0.0)
+    sampling: SamplingParams = GREEDY
 
     @property
     def n_rows(self) -> int:
@@ -98,7 +98,7 @@ class Decode:
     position: Position
     token: Token
     want: int = attrs.field(default=Want.TOKEN, validator=attrs.validators.in_(Want.ALL))
-    sampling: SamplingParams = SamplingParams(temperature=0.0)
+    sampling: SamplingParams = GREEDY
 
     @property
     def n_rows(self) -> int:

@@ -11,6 +11,7 @@ Source: the GGUF specification, versions 2 and 3, little endian.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import mmap
@@ -42,13 +43,14 @@ __all__ = ["GGUFFile", "StringArray", "TensorInfo", "Value"]
 Value: TypeAlias = bool | int | float | str | NDArray[Any] | StringArray
 
 # A real header is 2 to 12 MB, nearly all of it vocabulary. The limits keep a hostile or sparse
-# file, whose zeros can pass for any number of empty strings, below 300 MB of memory.
-MAX_HEADER_BYTES: Final = 64 << 20
-MAX_KEYS: Final = 1 << 16
+# file, whose zeros can pass for any number of empty strings, to about 100 MB of memory.
+MAX_HEADER_BYTES: Final = 32 << 20
+MAX_KEYS: Final = 1 << 14
 MAX_TENSORS: Final = 1 << 16
 MAX_KEY_BYTES: Final = (1 << 16) - 1
 MAX_NAME_BYTES: Final = 255
-MAX_STRING_BYTES: Final = 16 << 20
+MAX_STRING_BYTES: Final = 4 << 20
+MAX_STRINGS: Final = 1 << 21  # of one array; the largest published vocabularies have 2**18
 _SHOWN_CHARACTERS: Final = 80
 
 _MIN_KEY_BYTES: Final = LENGTH_BYTES + 1 + 4 + 1
@@ -164,7 +166,7 @@ class GGUFFile:
         name = os.fspath(path)
         mapping = _map(name)
         try:
-            return _HeaderReader(name, mapping).read()
+            return HeaderReader(name, mapping).read()
         except BaseException:
             mapping.close()
             raise
@@ -172,6 +174,18 @@ class GGUFFile:
     def close(self) -> None:
         """Give up the mapping. It lasts until the last array from `rows` is gone."""
         self._mapping = None
+
+    def header_digest(self) -> bytes:
+        """BLAKE2b-256 over the header's bytes and the file's size: cheap identity of a model.
+
+        Raises:
+          ValueError: the file was closed.
+        """
+        if self._mapping is None:
+            raise ValueError(f"{self.path} is closed")
+        digest = hashlib.blake2b(self._mapping[: self.data_offset], digest_size=32)
+        digest.update(self.file_bytes.to_bytes(8, "little"))
+        return digest.digest()
 
     def __enter__(self) -> Self:
         return self
@@ -256,10 +270,12 @@ def _map(path: str) -> mmap.mmap:
 def _show(text: str) -> str:
     """Text of a file, made fit for one line of an error message."""
     short = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    if short.isprintable():
+        return short
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
-class _HeaderReader:
+class HeaderReader:
     """One pass over the header, front to back."""
 
     def __init__(self, path: str, mapping: mmap.mmap) -> None:
@@ -406,9 +422,8 @@ class _HeaderReader:
         if kind is ValueType.ARRAY:
             self.fail(f"{what} items", "numbers or strings", "nested arrays", at)
         item_bytes = LENGTH_BYTES if kind is ValueType.STRING else _DTYPES[kind].itemsize
-        fits = (self.limit - self.pos) // item_bytes
-        if count > fits:
-            self.fail(f"{what} item count", f"at most {fits}", count, count_at)
+        most = MAX_STRINGS if kind is ValueType.STRING else MAX_HEADER_BYTES
+        self.check_count(f"{what} item count", count, most, item_bytes, count_at)
         if kind is ValueType.STRING:
             return self.strings(what, count)
         start = self.need(count * item_bytes, what)

@@ -1,0 +1,1 @@
+"""Models without devices: tokenizer, chat, tool calls, and one package per family."""

@@ -1,0 +1,1 @@
+"""Numba kernels. Each computes a row from that row alone, in a fixed order."""

@@ -250,3 +250,13 @@ def tree_join(parts, n_parts, length, out):
         for p in range(n_parts):
             s[p] = parts[p * length + i]
         out[i] = tree_sum(s, n_parts)
+
+
+@njit(nogil=True, cache=True)
+def embed(kind, w, row_bytes, d, tokens, n_rows, n_streams, x):
+    """x[r, s, :] = row tokens[r] of the embedding, for every stream s; x is f32[R * S * d]."""
+    for r in range(n_rows):
+        at = r * n_streams * d
+        decode_span(kind, w, np.int64(tokens[r]) * row_bytes, d, x, at)
+        for s in range(1, n_streams):
+            x[at + s * d : at + (s + 1) * d] = x[at : at + d]

@@ -210,7 +210,7 @@ def load_u32(typingctx, w, offset):
 
 
 def _widen_scale_store(builder, bytes_vec, scale, out_ptr, *, signed=True):
-    """out = float(bytes) * scale."""
+    """Out = float(bytes) * scale."""
     n = bytes_vec.type.count
     extend = builder.sext if signed else builder.zext
     ints = extend(bytes_vec, _vec(_I32, n))

@@ -1,0 +1,1 @@
+"""The DeepSeek V4 family: shape, tensors, reference forward pass."""

@@ -57,7 +57,8 @@ class ReferenceState:
 
 
 def _rms(x: Array, eps: float) -> Array:
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    out: Array = x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    return out
 
 
 def _sigmoid(x: Array) -> Array:
@@ -203,7 +204,9 @@ class ReferenceModel:
         groups = out.reshape(len(x), s.n_groups, s.group_width)
         a = self._matrix(f"{name}.attn_output_a.weight")
         low = np.einsum("rgi,goi->rgo", groups, a.reshape(s.n_groups, s.group_rank, -1))
-        return low.reshape(len(x), -1) @ self._matrix(f"{name}.attn_output_b.weight").T
+        out_b = self._matrix(f"{name}.attn_output_b.weight")
+        y: Array = low.reshape(len(x), -1) @ out_b.T
+        return y
 
     def _compress(
         self,
@@ -285,17 +288,17 @@ class ReferenceModel:
             self._matrix(f"{name}.ffn_{part}_exps.weight") for part in ("gate", "up", "down")
         )
         clamp = s.clamp[layer]
-        out = self._swiglu(
-            x, *(f"{name}.ffn_{part}_shexp.weight" for part in ("gate", "up", "down")), clamp
-        )
+        out = self._shared(name, x, clamp)
         for r in range(len(x)):
             for e, w in zip(chosen[r], weight[r], strict=True):
                 out[r] += down[e] @ (w * _clamped_swiglu(gate[e] @ x[r], up[e] @ x[r], clamp))
         return out
 
-    def _swiglu(self, x: Array, gate: str, up: str, down: str, clamp: float) -> Array:
-        h = _clamped_swiglu(x @ self._matrix(gate).T, x @ self._matrix(up).T, clamp)
-        return h @ self._matrix(down).T
+    def _shared(self, name: str, x: Array, clamp: float) -> Array:
+        gate, up, down = (
+            self._matrix(f"{name}.ffn_{part}_shexp.weight") for part in ("gate", "up", "down")
+        )
+        return _clamped_swiglu(x @ gate.T, x @ up.T, clamp) @ down.T
 
     def _head(self, x: Array) -> Array:
         s = self.shape

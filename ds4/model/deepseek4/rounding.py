@@ -35,7 +35,8 @@ class Rounding(StrEnum):
 def _power_of_two_scale(amax: NDArray[Float], top: float) -> NDArray[np.float64]:
     """2 ** ceil(log2(amax / top)), exactly: frexp gives m in [0.5, 1) with amax / top = m * 2^e."""
     mantissa, exponent = np.frexp(amax.astype(np.float64) / top)
-    return np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
+    scale: NDArray[np.float64] = np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))
+    return scale
 
 
 def _nearest_even(
@@ -44,13 +45,14 @@ def _nearest_even(
     """Round to a float with `mantissa_bits` stored bits; ties to the even code."""
     _, exponent = np.frexp(x)
     step = np.ldexp(1.0, np.maximum(exponent - 1, min_exponent) - mantissa_bits)
-    return np.rint(x / step) * step
+    rounded: NDArray[np.float64] = np.rint(x / step) * step
+    return rounded
 
 
 def _rounded_blocks(
     x: NDArray[Float], block: int, top: float, floor: float, mantissa: int, min_exponent: int
 ) -> NDArray[Float]:
-    blocks = x.reshape(*x.shape[:-1], -1, block).astype(np.float64)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block).astype(np.float64)
     amax = np.maximum(np.abs(blocks).max(axis=-1, keepdims=True), floor)
     scale = _power_of_two_scale(amax, top)
     codes = _nearest_even(np.clip(blocks / scale, -top, top), mantissa, min_exponent)
@@ -77,7 +79,7 @@ def hadamard(x: NDArray[Float]) -> NDArray[Float]:
     y = x.copy()
     step = 1
     while step < width:
-        pairs = y.reshape(*x.shape[:-1], -1, 2, step)
+        pairs = y.reshape(*x.shape[:-1], width // (2 * step), 2, step)
         y = np.stack(
             (pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), axis=-2
         ).reshape(x.shape)

@@ -271,7 +271,7 @@ def check_hash_table(
 
 def bytes_by_class(file: GGUFFile, shape: DeepSeek4Shape) -> Mapping[TensorClass, tuple[int, int]]:
     """(tensors, bytes) in the file of each class."""
-    totals = {role: (0, 0) for role in TensorClass}
+    totals = dict.fromkeys(TensorClass, (0, 0))
     for spec in expected_tensors(shape).values():
         info = file.tensors.get(spec.name)
         if info is not None:
