@@ -1,8 +1,8 @@
 """Overlap of neighbouring kernels in a captured graph: edges that let a kernel start early.
 
 The invariant: only edges between two kernels that both call `grid_wait` before they touch anything
-another kernel writes may be relaxed, and every kernel of such a chain must call it, since waiting is
-for the direct predecessor only. The kernels of `ds4.cuda.kernels` load their first weights before it.
+another kernel writes may be relaxed, and every kernel of such a chain must call it, since waiting
+is for the direct predecessor only. These kernels load their first weights before it.
 Source: CUDA driver API, "programmatic dependent launch" and `CUgraphEdgeData`.
 """
 
