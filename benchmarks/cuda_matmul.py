@@ -348,8 +348,6 @@ def main() -> int:
         print(f"experts timed after {time.perf_counter() - started:.0f} s", flush=True)
         cuda_prefill.time_prefill_experts(report, rng, arguments.tokens)
         cuda_prefill.time_tiles(report, rng, arguments.tokens)
-        if report.wanted("repack"):
-            cuda_prefill.check_and_time_repack(report, rng)
         print(f"tiles timed after {time.perf_counter() - started:.0f} s", flush=True)
         time_dense(report, rng, arguments.buckets)
     finally:

@@ -1,4 +1,4 @@
-"""Checks and times of the prefill kernels and of repacking; run through `cuda_matmul.py`."""
+"""Checks and times of the prefill kernels; run through `cuda_matmul.py`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from ds4.cuda.kernels.expert_lists import launch_lists, max_tiles
 from ds4.cuda.kernels.gemm import ShardedMatmul, TiledMatmul, launch_to_half
 from ds4.cuda.kernels.gemm_experts import TiledExperts, TiledExpertShape, launch_join
 from ds4.cuda.kernels.quant_matmul import DeviceMatrix
-from ds4.cuda.kernels.repack import launch_repack
-from ds4.cuda.layout import iq2_xxs_selectors, layout_of, repack
+from ds4.cuda.layout import iq2_xxs_selectors, layout_of
 from ds4.gguf.quants import dequantize
 
 # Weights rounded to half precision once or twice; activations are halves already.
@@ -172,20 +171,3 @@ def time_prefill_experts(report: Report, rng: np.random.Generator, tokens: int) 
     products = [lambda s: run.products(s, x)] * 3
     report.time("prefill experts up, down", tokens, matrix_bytes(*matrices), products, flop=flop)
     report.time("prefill experts join", tokens, (n_used + 9) * tokens * d * 4, [run.join] * 3)
-
-
-def check_and_time_repack(report: Report, rng: np.random.Generator) -> None:
-    for kind in (Q8, IQ2, Q2K):
-        rows, k = 4096, 4096
-        blocks = random_blocks(rng, 64, k, kind)
-        raw = cuda.to_device(np.tile(blocks, (rows // 64, 1)).reshape(-1).view(np.uint16))
-        planes = [
-            cuda.to_device(np.full(p.row_items(rows * k), 7, p.dtype))
-            for p in layout_of(kind).planes
-        ]
-        launch_repack(0, kind, raw, planes)
-        for got, want in zip(planes, repack(blocks, kind), strict=True):
-            report.equal(f"repack {kind.name}", got[-want.size :].copy_to_host(), want)
-        moved = raw.size * 2 + layout_of(kind).n_bytes(rows, k)
-        launches = [lambda s, k=kind, r=raw, p=planes: launch_repack(s, k, r, p)] * 4
-        report.time(f"repack {kind.name} (read + write)", 1, moved, launches)
