@@ -94,7 +94,7 @@ class Tasks:
         notice = threading.Timer(
             _PATIENCE_S,
             self._terminal.note,
-            ["compiling kernels for this machine; the next start finds them ready"],
+            ["getting the kernels ready; the first start on a machine compiles them"],
         )
         notice.daemon = True
         notice.start()
