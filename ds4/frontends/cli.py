@@ -27,6 +27,7 @@ from ds4.frontends.inspect import report
 from ds4.frontends.options import cli_parser
 from ds4.frontends.prompt import Prompt, read_prompt
 from ds4.frontends.tasks import Tasks
+from ds4.frontends.template_option import read_template
 from ds4.frontends.terminal import Terminal, is_terminal
 from ds4.frontends.trace import Trace
 from ds4.gguf import GGUFFile
@@ -151,8 +152,9 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
         for option in ("dump_logprobs", "dump_logits"):
             if (path := getattr(args, option)) is not None:
                 check_writable(f"--{option.replace('_', '-')}", path)
+        template = read_template(args.chat_template, file) if args.chat_template else None
         with Trace(args.trace) as trace, _open_model(args, terminal, file) as model:
-            return Tasks(args, terminal, model, trace).run(prompt)
+            return Tasks(args, terminal, model, trace, template).run(prompt)
     finally:
         file.close()
 

@@ -18,6 +18,7 @@ from ds4.frontends.conversation import Conversation
 from ds4.frontends.interrupt import Interrupt
 from ds4.frontends.line_editor import PlainEditor, history_path, open_editor
 from ds4.frontends.terminal import Terminal
+from ds4.model.template import ChatTemplate
 from tests.frontends.conftest import MODEL, Input, Stream, run
 
 GREEDY = ds4.SamplingParams(temperature=0.0)
@@ -179,8 +180,8 @@ def test_a_raw_chat_continues_text(monkeypatch, model):
     conversation = Conversation(model, raw=True)
     texts = []
     for text in ("once", " upon"):
-        ids = conversation.render(text, None)
-        texts.append(list(conversation.answer(ids, max_tokens=4, sampling=GREEDY)))
+        turn = conversation.render(text, None)
+        texts.append(list(conversation.answer(turn, max_tokens=4, sampling=GREEDY)))
     decode = model.tokenizer.decode
     assert outcome.out.replace("\n", "") == "".join(map(decode, texts)).replace("\n", "")
 
@@ -192,14 +193,14 @@ def test_transcript_and_timeline_grow_together(model):
     conversation = Conversation(model, system="Be brief.")
     first = conversation.render("one", ds4.ThinkingMode.NONE)
     answer = list(conversation.answer(first, max_tokens=5, sampling=GREEDY))
-    assert conversation.live == [*first, *answer]
-    assert conversation.session.tokens == [*first, *answer[:-1]]  # the last is not fed yet
+    assert conversation.live == [*first.ids, *answer]
+    assert conversation.session.tokens == [*first.ids, *answer[:-1]]  # the last is not fed yet
     second = conversation.render("two", ds4.ThinkingMode.NONE)
     again = list(conversation.answer(second, max_tokens=5, sampling=GREEDY))
     special = model.tokenizer.special
     closing = [] if answer[-1] == special.eos else [special.eos]
     turn = [special.user, *model.tokenizer.encode("two", special=False), special.assistant]
-    expected = [*first, *answer, *closing, *turn, special.end_think]
+    expected = [*first.ids, *answer, *closing, *turn, special.end_think]
     assert conversation.live == [*expected, *again]
     with model.session() as fresh:
         assert list(fresh.generate(expected, max_tokens=5, sampling=GREEDY)) == again
@@ -208,8 +209,8 @@ def test_transcript_and_timeline_grow_together(model):
 
 def test_a_stopped_prefill_rolls_the_turn_back(model):
     conversation = Conversation(model)
-    ids = conversation.render("one", None)
-    list(conversation.answer(ids, max_tokens=3, sampling=GREEDY))
+    turn = conversation.render("one", None)
+    list(conversation.answer(turn, max_tokens=3, sampling=GREEDY))
     before = conversation.live
     asked = iter([False, False, True])
     long_turn = conversation.render("word " * 30, None)
@@ -221,7 +222,9 @@ def test_a_stopped_prefill_rolls_the_turn_back(model):
     turn = conversation.render("two", None)
     found = list(conversation.answer(turn, max_tokens=4, sampling=GREEDY))
     with model.session() as fresh:
-        assert list(fresh.generate([*before, *turn[1:]], max_tokens=4, sampling=GREEDY)) == found
+        assert (
+            list(fresh.generate([*before, *turn.ids[1:]], max_tokens=4, sampling=GREEDY)) == found
+        )
     conversation.close()
 
 
@@ -250,18 +253,131 @@ def test_a_failed_prefill_rolls_the_turn_back(model, monkeypatch, fails_at):
     turn = conversation.render("two", None)
     found = list(conversation.answer(turn, max_tokens=4, sampling=GREEDY))
     with model.session() as fresh:
-        assert list(fresh.generate([*before, *turn[1:]], max_tokens=4, sampling=GREEDY)) == found
+        assert (
+            list(fresh.generate([*before, *turn.ids[1:]], max_tokens=4, sampling=GREEDY)) == found
+        )
     conversation.close()
 
 
 def test_an_answer_that_is_left_keeps_what_was_produced(model):
     conversation = Conversation(model)
-    ids = conversation.render("one", None)
-    answer = conversation.answer(ids, max_tokens=50, sampling=GREEDY)
+    turn = conversation.render("one", None)
+    answer = conversation.answer(turn, max_tokens=50, sampling=GREEDY)
     got = [next(answer) for _ in range(3)]
     answer.close()
-    assert conversation.live == [*ids, *got]
+    assert conversation.live == [*turn.ids, *got]
     conversation.close()
+
+
+# -- chat templates --------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<｜User｜>' if m.role == 'user' else '<｜Assistant｜></think>' if m.role == 'assistant'"
+    " else '' }}"
+    "{{ m.content }}{{ eos_token if m.role == 'assistant' else '' }}{% endfor %}"
+    "<｜Assistant｜></think>"
+)
+
+
+def test_a_template_that_writes_the_models_layout_keeps_the_timeline(model, monkeypatch):
+    answer = model.tokenizer.encode("An old sailor", special=False)  # a random model writes no text
+
+    def generate(self, tokens, **kw):
+        self.feed(tokens)
+        for index, token in enumerate(answer):
+            yield token
+            if index + 1 < len(answer):
+                self.feed([token])
+
+    monkeypatch.setattr(ds4.Session, "generate", generate)
+    own = Conversation(model, system="Be brief.")
+    other = Conversation(model, system="Be brief.", template=ChatTemplate(TEMPLATE, origin="test"))
+    for text in ("one", "two", "three"):
+        for conversation in (own, other):
+            before = len(conversation.session)
+            turn = conversation.render(text, ds4.ThinkingMode.NONE)
+            assert turn.keep == before  # nothing is fed again
+            list(conversation.answer(turn, max_tokens=4, sampling=GREEDY))
+        assert own.live == other.live
+    own.close()
+    other.close()
+
+
+FORGETFUL = (
+    "{{ bos_token }}{% for m in messages[-1:] %}<｜User｜>{{ m.content }}{% endfor %}"
+    "<｜Assistant｜></think>"
+)
+
+
+def test_a_template_may_rewrite_the_past(model):
+    conversation = Conversation(model, template=ChatTemplate(FORGETFUL, origin="test"))
+    list(conversation.answer(conversation.render("one", None), max_tokens=4, sampling=GREEDY))
+    turn = conversation.render("two", None)
+    assert turn.keep == 2  # begin-of-sequence and the user marker
+    answer = list(conversation.answer(turn, max_tokens=4, sampling=GREEDY))
+    special = model.tokenizer.special
+    words = model.tokenizer.encode("two", special=False)
+    expected = [special.bos, special.user, *words, special.assistant, special.end_think]
+    assert conversation.live == [*expected, *answer]
+    with model.session() as fresh:
+        assert list(fresh.generate(expected, max_tokens=4, sampling=GREEDY)) == answer
+    conversation.close()
+
+
+def test_a_stopped_turn_restores_the_past_that_a_template_rewrote(model):
+    conversation = Conversation(model, template=ChatTemplate(FORGETFUL, origin="test"))
+    list(conversation.answer(conversation.render("one", None), max_tokens=4, sampling=GREEDY))
+    before = conversation.live
+    turn = conversation.render("word " * 30, None)
+    answer = conversation.answer(turn, max_tokens=4, sampling=GREEDY, stop=lambda: True)
+    assert list(answer) == []
+    assert conversation.live == before
+    follow = conversation.given([5, 6])
+    found = list(conversation.answer(follow, max_tokens=4, sampling=GREEDY))
+    with model.session() as fresh:
+        assert list(fresh.generate([*before, 5, 6], max_tokens=4, sampling=GREEDY)) == found
+    conversation.close()
+
+
+def test_reasoning_is_told_apart_for_the_template(model):
+    template = ChatTemplate("{{ messages | length }}", origin="test")
+    conversation = Conversation(model, template=template)
+    special = model.tokenizer.special
+    words = model.tokenizer.encode("why", special=False)
+    for prompt, sampled, expected in (
+        ([special.think], [*words, special.end_think, *words, special.eos], ("why", "why")),
+        ([special.think], words, ("why", "")),
+        ([special.end_think], [*words, special.eos], ("", "why")),
+    ):
+        message = conversation._message(prompt, sampled)
+        assert (message.reasoning, message.content) == expected
+    conversation.close()
+
+
+def test_the_option_takes_a_file_or_the_models_own_template(tmp_path):
+    path, trace = tmp_path / "t.jinja", tmp_path / "trace"
+    path.write_text("{{ bos_token }}[{{ messages[-1].content }}]<｜Assistant｜></think>")
+    argv = ("-p", "<｜User｜>", "-n", 2, "--temp", 0, "--chat-template")
+    outcome = run(*argv, path, "--trace", trace)
+    assert outcome.status == 0
+    assert "[<｜User｜>]<｜Assistant｜></think>" in trace.read_text()
+    assert "763" not in trace.read_text()  # the user's text did not become a marker
+    none = run(*argv, "model")
+    assert none.status == 2
+    assert "holds no chat template" in none.err
+    missing = run(*argv, tmp_path / "none")
+    assert missing.status == 1
+    assert "--chat-template" in missing.err
+    path.write_text("{% if %}")
+    wrong = run(*argv, path)
+    assert wrong.status == 2
+    assert "line 1" in wrong.err
+    assert run(*argv, path, "--raw-prompt").status == 2
+    path.write_text("{{ raise_exception('not like this') }}")
+    failing = run(*argv, path)
+    assert failing.status == 1
+    assert "not like this" in failing.err
 
 
 # -- Ctrl+C ----------------------------------------------------------------------------------
