@@ -42,16 +42,20 @@ _log = logging.getLogger(__name__)
 
 def entry() -> None:
     """Console script: run on the process's own streams and exit."""
+    stderr = _usable(sys.stderr, "w")
+    if sys.stdout is None:  # closed by the shell; a silent success would be a lie
+        stderr.write("ds4: error: standard output is closed\n")
+        sys.exit(EXIT_FAILED)
     status = main(
         sys.argv[1:],
         stdin=_usable(sys.stdin, "r"),
         stdout=_usable(sys.stdout, "w"),
-        stderr=_usable(sys.stderr, "w"),
+        stderr=stderr,
         environment=os.environ,
     )
     try:
         sys.stdout.flush()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         # The failure has been reported; without this, the interpreter would report it again.
         os._exit(status or EXIT_FAILED)
     sys.exit(status)
@@ -89,19 +93,10 @@ def main(
     terminal = Terminal(
         program="ds4", stdin=stdin, stdout=stdout, stderr=stderr, environment=environment
     )
-    parser = cli_parser()
     try:
-        args = parser.parse_args(list(argv))
-        terminal.quiet = args.quiet
-        for text in unknown_variables(environment):
-            terminal.warning(text)
-        with terminal.logging(log_level(environment)):
-            status = _run(args, terminal)
+        status = _parse_and_run(argv, terminal)
         stdout.flush()
         return status
-    except HelpRequested as request:
-        stdout.write(parser.help_text(request.topic))
-        return EXIT_OK
     except UsageError as error:
         terminal.error(f"{error} (see ds4 --help)")
         return EXIT_USAGE
@@ -121,6 +116,20 @@ def main(
     except KeyboardInterrupt:
         terminal.error("interrupted")
         return EXIT_INTERRUPTED
+
+
+def _parse_and_run(argv: Sequence[str], terminal: Terminal) -> int:
+    parser = cli_parser()
+    try:
+        args = parser.parse_args(list(argv))
+    except HelpRequested as request:
+        terminal.stdout.write(parser.help_text(request.topic))
+        return EXIT_OK
+    terminal.quiet = args.quiet
+    for text in unknown_variables(terminal.environment):
+        terminal.warning(text)
+    with terminal.logging(log_level(terminal.environment)):
+        return _run(args, terminal)
 
 
 _OPTION_OF_FIELD = {

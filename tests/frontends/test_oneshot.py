@@ -277,6 +277,20 @@ def test_a_closed_pipe_is_one_line_and_exit_1():
     assert err.splitlines()[-1].startswith("ds4: error: standard output: Broken pipe")
 
 
+@pytest.mark.parametrize("argv", ["--help", "--inspect"])
+@pytest.mark.parametrize(
+    ("redirection", "reason"),
+    [(">/dev/full", "standard output: No space left on device"), (">&-", "output is closed")],
+)
+def test_output_that_cannot_be_written_is_one_line_and_exit_1(argv, redirection, reason):
+    command = f'"{sys.executable}" -m ds4 -m "{MODEL}" {argv} {redirection}'
+    found = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert found.stderr.startswith("ds4: error: ")
+    assert found.stderr.count("\n") == 1
+    assert reason in found.stderr
+
+
 def test_main_leaves_the_interrupt_handler_and_the_threads_as_they_were():
     before = signal.getsignal(signal.SIGINT), threading.active_count()
     run(*GREEDY, tty="oe", environment={"TERM": "xterm"})
