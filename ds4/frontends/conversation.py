@@ -2,7 +2,7 @@
 
 Invariant: between calls the timeline holds whole turns, plus at most one sampled token that is not
 fed yet. A turn whose prompt fails or is stopped leaves no trace; an answer that is stopped keeps
-what was produced. This module prints nothing.
+what was produced; where even going back fails, it begins again. This module prints nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +12,23 @@ from collections.abc import Callable, Generator, Sequence
 import attrs
 
 from ds4.api import Model, Progress, Session
-from ds4.errors import InvalidRequest
+from ds4.errors import Ds4Error, InvalidRequest
 from ds4.ids import Token
 from ds4.model.chat import Message, ThinkingMode, align_to_live
 from ds4.model.template import ChatTemplate
 from ds4.sampling import SamplingParams
 from ds4.steps import Want
 
-__all__ = ["Conversation", "Turn", "opens_reasoning"]
+__all__ = ["Conversation", "ConversationLostError", "Turn", "opens_reasoning"]
+
+
+class ConversationLostError(Ds4Error):
+    """A turn failed, and so did going back to before it: the conversation begins again, empty."""
+
+    code = "conversation_lost"
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"{reason}; the conversation is lost and begins again")
 
 
 @attrs.frozen(kw_only=True)
@@ -65,8 +74,9 @@ class Conversation:
         self.template = template
         self.session: Session = model.session(n_ctx)
         # Without a template only the first turn needs it: the timeline itself is the transcript.
-        self._transcript = [Message(role="system", content=system)] if system else []
-        self._transcript += prefix
+        self._head = [Message(role="system", content=system)] if system else []
+        self._head += prefix
+        self._transcript = list(self._head)
         self._unfed: list[int] = []
 
     @property
@@ -127,6 +137,7 @@ class Conversation:
 
         Raises:
           ContextOverflow: the turn does not fit.
+          ConversationLostError: the model failed and keeps failing.
           Ds4Error: the model failed.
         """
         before = list(self.session.tokens)
@@ -141,16 +152,31 @@ class Conversation:
                 self._unfed = [token]
                 yield token
         finally:
-            if sampled:
-                # After a failed step the executor may be ahead of the timeline; cutting to the
-                # timeline's own length brings the two together.
-                self.session.rewind(len(self.session))
-                if turn.message is not None:
-                    self._transcript += [turn.message, self._message(turn.ids, sampled)]
-            else:
-                self.session.rewind(turn.keep)
-                if turn.keep < len(before):
-                    self.session.feed(before[turn.keep :], want=Want.NOTHING)
+            try:
+                self._settle(turn, before, sampled)
+            except (Ds4Error, FloatingPointError) as error:
+                self._restart()
+                raise ConversationLostError(str(error)) from error
+
+    def _settle(self, turn: Turn, before: list[int], sampled: list[int]) -> None:
+        """Make timeline, executor and transcript agree after a turn, whatever became of it."""
+        if sampled:
+            # After a failed step the executor may be ahead of the timeline; cutting to the
+            # timeline's own length brings the two together.
+            self.session.rewind(len(self.session))
+            if turn.message is not None:
+                self._transcript += [turn.message, self._message(turn.ids, sampled)]
+        else:
+            self.session.rewind(turn.keep)
+            if turn.keep < len(before):
+                self.session.feed(before[turn.keep :], want=Want.NOTHING)
+
+    def _restart(self) -> None:
+        """Begin again with nothing but the system text and the earlier turns given."""
+        self.session.close()
+        self._unfed = []
+        self._transcript = list(self._head)
+        self.session = self.model.session(self.session.n_ctx)
 
     def _message(self, prompt: Sequence[int], sampled: Sequence[int]) -> Message:
         """The answer as a template sees it."""

@@ -14,7 +14,7 @@ import pytest
 import ds4
 from ds4.frontends import tasks
 from ds4.frontends.commands import COMMANDS, Command, UnknownCommand, parse_line
-from ds4.frontends.conversation import Conversation
+from ds4.frontends.conversation import Conversation, ConversationLostError
 from ds4.frontends.interrupt import Interrupt
 from ds4.frontends.line_editor import PlainEditor, history_path, open_editor
 from ds4.frontends.terminal import Terminal
@@ -225,6 +225,70 @@ def test_a_stopped_prefill_rolls_the_turn_back(model):
         assert (
             list(fresh.generate([*before, *turn.ids[1:]], max_tokens=4, sampling=GREEDY)) == found
         )
+    conversation.close()
+
+
+def test_a_stopped_first_turn_leaves_an_empty_timeline(model):
+    conversation = Conversation(model)
+    asked = iter([False, False, True])
+    turn = conversation.render("word " * 30, None)
+    stopped = conversation.answer(turn, max_tokens=3, sampling=GREEDY, stop=lambda: next(asked))
+    assert list(stopped) == []
+    assert conversation.live == []
+    turn = conversation.render("two", None)
+    found = list(conversation.answer(turn, max_tokens=6, sampling=GREEDY))
+    with model.session() as fresh:
+        assert list(fresh.generate(turn.ids, max_tokens=6, sampling=GREEDY)) == found
+    conversation.close()
+
+
+def test_a_failed_decode_keeps_the_answer_so_far(model, monkeypatch):
+    conversation = Conversation(model)
+    turn = conversation.render("one", None)
+    answer = conversation.answer(turn, max_tokens=50, sampling=GREEDY)
+    got = [next(answer) for _ in range(3)]
+    real = model.executor.step
+
+    def step(plan):
+        monkeypatch.undo()
+        real(plan)
+        raise ds4.errors.DeviceError("made to fail")  # after the executor has advanced
+
+    monkeypatch.setattr(model.executor, "step", step)
+    with pytest.raises(ds4.errors.DeviceError):
+        next(answer)
+    assert conversation.live == [*turn.ids, *got]
+    assert model.executor.session_length(conversation.session.id) == len(conversation.session)
+    follow = conversation.render("two", None)
+    found = list(conversation.answer(follow, max_tokens=4, sampling=GREEDY))
+    with model.session() as fresh:
+        expected = fresh.generate(
+            [*turn.ids, *got[:-1], *follow.ids], max_tokens=4, sampling=GREEDY
+        )
+        assert list(expected) == found
+    conversation.close()
+
+
+def test_a_model_that_keeps_failing_loses_the_conversation_and_says_so(model, monkeypatch):
+    conversation = Conversation(model, system="Be brief.", n_ctx=200)
+    list(conversation.answer(conversation.render("one", None), max_tokens=3, sampling=GREEDY))
+    turn = conversation.render("two", None)
+
+    def step(plan):
+        raise ds4.errors.DeviceError("made to fail")
+
+    monkeypatch.setattr(model.executor, "step", step)
+    # Cutting to the middle of a chunk needs steps, too.
+    monkeypatch.setattr(model.executor, "rewind", lambda session, length: 0)
+    answer = conversation.answer(turn, max_tokens=3, sampling=GREEDY)
+    with pytest.raises(ConversationLostError, match="made to fail; the conversation is lost"):
+        next(answer)
+    monkeypatch.undo()
+    assert conversation.live == []
+    assert conversation.session.n_ctx == 200
+    turn = conversation.render("two", None)
+    assert model.tokenizer.decode(turn.ids[1:]).startswith("Be brief.")
+    assert len(list(conversation.answer(turn, max_tokens=3, sampling=GREEDY))) == 3
     conversation.close()
 
 
