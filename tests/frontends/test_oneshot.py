@@ -219,6 +219,14 @@ def test_think_max_in_a_small_context_is_high_and_says_so(tmp_path):
     assert outcome.out == run(*GREEDY).out
 
 
+def test_think_max_on_a_model_without_its_text_exits_2_naming_the_option(monkeypatch):
+    monkeypatch.setattr("ds4.frontends.thinking.MAX_THINKING_CONTEXT", 4096)
+    outcome = run(*GREEDY, "--think-max")
+    assert (outcome.status, outcome.out) == (2, "")
+    assert outcome.err.startswith("ds4: error: argument --think-max: thinking mode max needs")
+    assert outcome.err.count("\n") == 1
+
+
 def test_warming_reads_all_weights_and_says_how_many():
     outcome = run(*GREEDY, "--warm-weights")
     assert "read 11,811,492 bytes of weights" in outcome.err

@@ -521,7 +521,7 @@ def child(tmp_path):
         env=environment,
         encoding="utf-8",
         codec_errors="replace",
-        timeout=60,
+        timeout=300,  # a first start compiles the kernels
         dimensions=(40, 120),
     )
     yield process
