@@ -107,6 +107,7 @@ class Forward:
         self.weights = weights
         self.threads = threads
         self._row_macs = _multiply_adds(weights)
+        self._tasks = 1
         self.own = own
         self.collective = collective
         self.rounding = rounding
@@ -138,7 +139,7 @@ class Forward:
         first, last = rows if rows is not None else (0, m.n_out)
         n = last - first
         out = np.empty(n_rows * n, np.float32)
-        tasks = max(1, min(n, 4 * numba.get_num_threads()))
+        tasks = max(1, min(n, self._tasks))
         matmul.matmul(
             m.kind, m.data, m.row_bytes, first, n, m.n_in, x, m.n_in, 0, n_rows, out, tasks
         )
@@ -385,8 +386,9 @@ class Forward:
         s = self.shape
         tokens = np.concatenate([segment.tokens for segment in segments])
         n_rows = int(tokens.size)
-        is_small = n_rows * self._row_macs < _SMALL_MACS
-        numba.set_num_threads(1 if is_small else self.threads)
+        threads = 1 if n_rows * self._row_macs < _SMALL_MACS else self.threads
+        numba.set_num_threads(threads)
+        self._tasks = threads if threads == 1 else 4 * threads
         positions = np.concatenate(
             [segment.state.length + np.arange(segment.n_rows) for segment in segments]
         )
