@@ -144,6 +144,7 @@ class Model:
       chat: conversations to ids.
       backend: the backend that runs it: `cpu` or `cuda`.
       prefill_chunk: most prompt tokens in one step.
+      is_open: whether sessions can still be opened.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Model:
         self.executor = executor
         self.backend = "cpu"
         self.prefill_chunk = min(options.prefill_chunk, CPU_CHUNK)
+        self.is_open = True
         self.steps = itertools.count(1)
         self._ids = itertools.count(1)
 
@@ -195,8 +197,16 @@ class Model:
         return min(self.options.n_ctx, self.shape.n_ctx_train)
 
     def session(self, n_ctx: int | None = None) -> Session:
-        """Open an empty timeline of `n_ctx` tokens (default: the model's option)."""
-        return Session(self, SessionId(next(self._ids)), n_ctx or self.n_ctx)
+        """Open an empty timeline of `n_ctx` tokens (default: the model's option).
+
+        Raises:
+          ConfigError: a context the model does not have.
+          InvalidRequest: the model is closed.
+        """
+        if not self.is_open:
+            raise InvalidRequest("the model is closed")
+        n_ctx = self.n_ctx if n_ctx is None else n_ctx
+        return Session(self, SessionId(next(self._ids)), n_ctx)
 
     def warm_weights(self) -> int:
         """Read one byte of every page of the weights, so that no step waits for the disk.
@@ -260,7 +270,8 @@ class Model:
             yield rest
 
     def close(self) -> None:
-        """Free the model. Safe to call twice."""
+        """Free the model and its sessions. Safe to call twice."""
+        self.is_open = False
         self.executor.close()
         self.file.close()
 
@@ -478,7 +489,8 @@ class Session:
         """Free the timeline. Safe to call twice."""
         if self._open:
             self._open = False
-            self.model.executor.close_session(self.id)
+            if self.model.is_open:
+                self.model.executor.close_session(self.id)
 
     def __enter__(self) -> Self:
         return self
