@@ -255,8 +255,9 @@ def _add_diagnostics(parser: Parser) -> None:
     _file(
         task,
         "--dump-logits",
-        "write the logits that follow the prompt as JSON; with --tokens-file, or to a name that"
-        " ends in .npz, those of every position as float32 logits[T, V]",
+        "write the logits that follow the prompt as JSON; to a name that ends in .npz, or with"
+        " --tokens-file to any that does not end in .json, those of every position as float32"
+        " logits[T, V]",
     )
     _file(
         task,

@@ -116,6 +116,13 @@ def test_every_topic_has_help_on_standard_output(topic: str):
     assert outcome.out.count("\n") > 2
 
 
+def test_help_advertises_only_topics_that_hold_something():
+    text = run("--help").out
+    assert text.endswith("More with ds4 --help TOPIC: diagnostics, commands, all.\n")
+    assert "kv-cache" not in text
+    assert "kv-cache" not in run("--help", "all").out
+
+
 def test_help_by_topic_shows_that_topic_only():
     text = run("--help", "sampling").out
     assert "--top-k" in text
