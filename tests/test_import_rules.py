@@ -13,6 +13,10 @@ ROOT = Path(__file__).parent.parent / "ds4"
 
 # Longest matching prefix wins. A module may import foreign packages and ds4 modules not listed.
 FORBIDDEN = {
+    "ds4.errors": {"trio", "socket", "time", "cuda", "numba", "ds4"},
+    "ds4.ids": {"trio", "socket", "time", "cuda", "numba", "ds4"},
+    "ds4.collectives": {"trio", "cuda", "numba", "ds4.cpu", "ds4.cuda", "ds4.protocol",
+                        "ds4.frontends"},
     "ds4.gguf": {"trio", "socket", "cuda", "numba", "gguf", "ds4.model", "ds4.cpu", "ds4.cuda",
                  "ds4.protocol", "ds4.frontends", "ds4.partition"},
     "ds4.model": {"trio", "socket", "cuda", "numba", "gguf", "time", "ds4.cpu", "ds4.cuda",
