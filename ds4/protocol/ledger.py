@@ -212,13 +212,18 @@ class Ledger:
             case Checkpoint():
                 self._checkpoint(sender, message)
             case Ack():
-                self._answer(message.about, message.id, completes=not message.status)
-                self._failed = self._failed or message.status != 0
+                self._check_order(message.about, message.id)
+                if message.status:
+                    # Ends the epoch. What it was about stays open, as the peer still sees it so.
+                    self._failed = True
+                else:
+                    self._answer(message.about, message.id, completes=True)
             case Fail() if message.sticky:
                 self._failed = True
             case Fail() if message.about != Subject.NOTHING:
                 if sender is Role.LEADER:
                     raise Illegal("fail_subject", "only a worker fails a step or an operation")
+                self._check_order(message.about, message.id)
                 self._answer(message.about, message.id, completes=False)
             case Ping():
                 self._ping(sender, message)
@@ -378,7 +383,7 @@ class Ledger:
         self._asked = not self._asked
         self._boundary = (message.step, expected + (sender is Role.LEADER))
 
-    def _answer(self, about: int, ident: int, *, completes: bool) -> None:
+    def _check_order(self, about: int, ident: int) -> None:
         wanted = (Subject(about), ident)
         if wanted not in self._outstanding:
             raise Illegal(
@@ -391,8 +396,10 @@ class Ledger:
                 "answer_order",
                 f"an answer for {_subject(about)} {ident} before {_subject(oldest)} {oldest_id}",
             )
+
+    def _answer(self, about: int, ident: int, *, completes: bool) -> None:
         if about == Subject.STEP:
-            if completes and self._asked:
+            if self._asked:
                 raise Illegal("checkpoint", f"step {ident} ends while a checkpoint is open")
             self._steps -= 1
             self._boundary, self._asked = None, False

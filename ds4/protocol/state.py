@@ -176,7 +176,10 @@ ROWS: tuple[Row, ...] = (
     # Liveness, and failures that end one request and not the world.
     Row(_ALIVE, _LW, ("ping", "pong", "fail"), None),
     # Refusal, until the data plane is being built.
-    Row((*_MEMBERSHIP, *_GREETING, *_SETUP), _LW, ("refuse",), _S.REFUSED),
+    # A rank that voted yes may find the leader building already, so it fails instead.
+    Row((*_MEMBERSHIP, *_GREETING, *_SETUP), _L, ("refuse",), _S.REFUSED),
+    Row((*_MEMBERSHIP, *_GREETING, *(s for s in _SETUP if s is not _S.VOTED)), _W, ("refuse",),
+        _S.REFUSED),
     Row((_S.REFUSED,), _LW, ("refuse",), None, Side.RECEIVER_ONLY, drop=True),
     Row((_S.REFUSED,), _L, (*_FROM_LEADER, "fail", "fail.sticky", "stop"), None,
         Side.RECEIVER_ONLY, drop=True),
@@ -241,8 +244,16 @@ def _expand(rows: tuple[Row, ...]) -> dict[Key, Move]:
 TABLE = MappingProxyType(_expand(ROWS))
 
 
-def legal_now(role: Role, state: State, sender: Role) -> list[str]:
-    """Labels that `sender` may send in a state, sorted; for error texts and documents."""
-    return sorted(
-        key.label for key in TABLE if (key.role, key.state, key.sender) == (role, state, sender)
-    )
+def _by_end() -> dict[tuple[Role, State, Role], tuple[str, ...]]:
+    found: dict[tuple[Role, State, Role], list[str]] = {}
+    for key in TABLE:
+        found.setdefault((key.role, key.state, key.sender), []).append(key.label)
+    return {end: tuple(sorted(labels)) for end, labels in found.items()}
+
+
+_LEGAL = _by_end()
+
+
+def legal_now(role: Role, state: State, sender: Role) -> tuple[str, ...]:
+    """Labels that `sender` may send in a state as `role` sees it, sorted; for texts and docs."""
+    return _LEGAL.get((role, state, sender), ())

@@ -92,6 +92,11 @@ RULES = {
         [(L, step(1)), (W, ask()), (L, ask())], (W, ask(0)), "checkpoint"),
     "a step that ends while a checkpoint is open": (
         [(L, step(1)), (W, ask())], (W, ack(1)), "checkpoint"),
+    "a step that is refused while a checkpoint is open": (
+        [(L, step(1)), (W, ask())],
+        (W, Fail(code="x", rank=1, about=1, id=1, sticky=False)), "checkpoint"),
+    "a failed ack out of order": (
+        [(L, step(1)), (L, step(2))], (W, ack(2, status=1)), "answer_order"),
     "a snapshot piece out of order": (
         [*BEGIN], (W, SnapshotChunk(op=1, index=1, data=b"x")), "transfer"),
     "a snapshot piece nobody asked for": (
@@ -210,3 +215,11 @@ def test_boundaries_count_anew_in_the_next_step():
 
 def test_a_stop_now_leaves_what_is_outstanding():
     Pair().play(SETUP).play(((L, step(1)), (L, Stop(mode=1)), (W, Bye())))
+
+
+def test_a_failed_ack_may_cross_the_answer_to_a_checkpoint():
+    """Found by the interleaving test: the answer in flight was held against the leader."""
+    pair = Pair().play(SETUP).play(((L, step(1)), (W, ask())))
+    answer = pair.leader.send(ask())
+    pair.send(W, ack(1, status=3))
+    assert pair.deliver(L, answer) == []
