@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -28,7 +29,7 @@ Address = tuple[str, int]
 """Host and port."""
 
 
-def _one_of(*accepted: str) -> Any:
+def _one_of(*accepted: str) -> Callable[[object, attrs.Attribute[str], str], None]:
     def check(instance: object, attribute: attrs.Attribute[str], value: str) -> None:
         if value not in accepted:
             raise ConfigError(
