@@ -184,14 +184,7 @@ class Mesh:
             self.waiting.clear()
             gate.set()
             self.gate = trio.Event()
-        async with trio.open_nursery() as nursery:
-
-            async def until(event):
-                await event.wait()
-                nursery.cancel_scope.cancel()
-
-            for event in (gate, is_aborted, self.is_broken):
-                nursery.start_soon(until, event)
+        await wait_any(gate, is_aborted, self.is_broken)
         if not gate.is_set():
             raise CollectiveError("the collective was aborted or broken")
 
@@ -267,6 +260,7 @@ class FakeBackend:
         self.faults = faults or Faults()
         self.calls: list[str] = []
         self.is_aborted = trio.Event()
+        self.is_killed = trio.Event()
         self._executor: FaultyExecutor | None = None
         self.offers: tuple[bytes, ...] = ()
 
@@ -316,6 +310,22 @@ class UntouchableBackend(FakeBackend):
     offer = connect = warm_up = load
 
 
+class Killed(BaseException):
+    """The simulated watchdog has ended the process."""
+
+
+async def wait_any(*events: trio.Event):
+    """Return when one of the events is set."""
+    async with trio.open_nursery() as nursery:
+
+        async def until(event):
+            await event.wait()
+            nursery.cancel_scope.cancel()
+
+        for event in events:
+            nursery.start_soon(until, event)
+
+
 class SimDevice:
     """Runs jobs in the Trio loop, in virtual time. Implements `Device`."""
 
@@ -334,18 +344,24 @@ class SimDevice:
     async def _wait(self, function, args):
         faults, backend = self.backend.faults, self.backend
         if function == backend.load:
-            await trio.sleep(faults.load_s)
+            await self._compute(faults.load_s)
         if getattr(function, "__name__", "") != "_checked_step":
             return
         executor, plan = args
         executor.check(plan)
         if plan.step == faults.hang_step:
             if faults.deaf:
-                await trio.sleep_forever()
+                await self._compute(float("inf"))
             await backend.is_aborted.wait()
             raise CollectiveError("aborted while it hung")
-        await trio.sleep(faults.slow_s if plan.step == faults.slow_step else faults.step_s)
+        await self._compute(faults.slow_s if plan.step == faults.slow_step else faults.step_s)
         if plan.step in (faults.crash_step, faults.device_step):
             backend.mesh.leave()
             return
         await backend.mesh.join(backend.rank, backend.is_aborted)
+
+    async def _compute(self, seconds):
+        """Nothing but the end of the process stops what a device computes."""
+        with trio.move_on_after(seconds):
+            await self.backend.is_killed.wait()
+            raise Killed

@@ -366,6 +366,8 @@ class World:
             seconds=self.head.timeouts.operation_s if seconds is None else seconds,
             skew_s=skew_s,
             ranks=ranks,
+            # Only steps wait for other ranks; a rank that is silent otherwise is lost.
+            is_work=seconds is not None,
         )
 
     async def _agreed(self, answers: dict[int, Message], what: str) -> Verdict:

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Collection
 
 import trio
 
-from ds4.errors import RankLost, WorldRefused
+from ds4.errors import Ds4Error, RankLost, WorldRefused
 from ds4.protocol.identity import Geometry
 from ds4.protocol.membership import ClusterKey
 from ds4.protocol.messages import (
@@ -125,12 +125,17 @@ class Head:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._judge)
                 self._nursery.start_soon(self._heartbeat)
-                await self._form()
-                self.formed.set()
-                task_status.started(self)
-                await self._stop.wait()
-                async with self._turn:
-                    await self._drain()
+                try:
+                    await self._form()
+                    self.formed.set()
+                    task_status.started(self)
+                    await self._stop.wait()
+                    async with self._turn:
+                        await self._drain()
+                except Ds4Error:
+                    if self.failure is None:
+                        raise
+                    await trio.sleep_forever()  # the judge ends it, once every rank has been told
                 self._nursery.cancel_scope.cancel()
         finally:
             self._is_over = True
@@ -162,8 +167,7 @@ class Head:
         await self._first.wait()
         with trio.move_on_after(self.timeouts.blame_s):
             await self._primary.wait()
-        causes = [f for f in self._failures if not f.is_consequence]
-        self.failure = (causes or self._failures)[0]
+        self.failure = self._cause()
         self._decided.set()
         if self._exchange_scope is not None:
             self._exchange_scope.cancel()
@@ -177,6 +181,19 @@ class Head:
                 await self._linger()
         if self._nursery is not None:
             self._nursery.cancel_scope.cancel()
+
+    def _cause(self) -> Failure:
+        """The first failure that has no cause of its own; else what a silent rank explains."""
+        first = self._failures[0]
+        for failure in self._failures:
+            if not failure.is_consequence:
+                return failure
+        others = [peer for peer in self.peers.values() if peer.rank != first.rank]
+        quiet = max(others, key=lambda peer: peer.silence(), default=None)
+        if quiet is not None and quiet.silence() > self.timeouts.rank_timeout_s:
+            reason = f"silent for {quiet.silence():.1f} s; {first.error}"
+            return Failure(error=RankLost(quiet.rank, reason), rank=quiet.rank)
+        return first
 
     def _last_word(self, failure: Failure) -> Message:
         error = failure.error
@@ -291,7 +308,7 @@ class Head:
         seconds: float,
         skew_s: float | None = None,
         ranks: Collection[int] | None = None,
-        is_work: bool = True,
+        is_work: bool = False,
     ) -> dict[int, Message]:
         """Send something to ranks and wait for an answer from each.
 
@@ -306,7 +323,7 @@ class Head:
           seconds: bound.
           skew_s: bound on the last answer after the first.
           ranks: asked ranks; None is all.
-          is_work: whether ranks compute, so that silence alone does not make one lost.
+          is_work: whether ranks wait for each other, so that only being late makes one lost.
 
         Raises:
           Ds4Error: why the world failed.
@@ -322,7 +339,7 @@ class Head:
         seconds: float,
         skew_s: float | None = None,
         ranks: Collection[int] | None = None,
-        is_work: bool = True,
+        is_work: bool = False,
     ) -> dict[int, Message]:
         self.check_alive()
         waiting = set(self.peers if ranks is None else ranks)
@@ -378,7 +395,7 @@ class Head:
         kind: type[Message],
         *,
         seconds: float,
-        is_work: bool = True,
+        is_work: bool = False,
         skew_s: float | None = None,
     ) -> dict[int, Message]:
         def is_answer(rank: int, answer: Message) -> bool:
@@ -450,7 +467,7 @@ class Head:
     async def _load(self) -> dict[int, Message]:
         self._phase = "loading"
         # No bound on the whole: a model may take minutes. Silence is bounded by the heartbeat.
-        return await self._ask(Load(), Loaded, seconds=float("inf"), is_work=False)
+        return await self._ask(Load(), Loaded, seconds=float("inf"))
 
     async def _bootstrap(self, loaded: dict[int, Message]) -> None:
         timeouts = self.timeouts

@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeVar
 
 import attrs
@@ -135,28 +135,38 @@ class RankActor:
         self._ending: Ending | None = None
         self._own_failure: Ending | None = None
         self._secret = b""
+        self._armed = ExitStack()
+        self._is_armed = False
         self._scope = trio.CancelScope()
         self._reading = trio.CancelScope()
 
     async def run(self) -> Ending:
         """Serve until the end. Never raises but for cancellation."""
-        with self._scope:
-            try:
-                with trio.move_on_after(self._timeouts.hello_s) as greeting:
-                    await self._introduce()
-                if not greeting.cancelled_caught:
-                    await self._serve()
-            finally:
-                await self._clean_up()
+        with ExitStack() as self._armed:
+            with self._scope:
+                try:
+                    with trio.move_on_after(self._timeouts.hello_s) as greeting:
+                        await self._introduce()
+                    if not greeting.cancelled_caught:
+                        await self._serve()
+                finally:
+                    await self._clean_up()
         return self._ending or Ending(ExitCode.LEADER_LOST, "the head did not answer in time")
 
     async def _clean_up(self) -> None:
-        with trio.CancelScope(shield=True), self._watchdog():
+        with trio.CancelScope(shield=True):
+            self._arm()
             if self._ending is None or self._ending.code != ExitCode.CLEAN:
                 self._backend.abort()
             await self._device.run(self._backend.close)
             await self._link.finish()
             await self._link.aclose()
+
+    def _arm(self) -> None:
+        """From now on the watchdog runs: a job that does not return keeps every task here."""
+        if not self._is_armed:
+            self._is_armed = True
+            self._armed.enter_context(self._watchdog())
 
     def terminate(self, nursery: trio.Nursery) -> None:
         """End because a signal asked for it: tell the head, then abort."""
@@ -175,6 +185,7 @@ class RankActor:
             level = logging.INFO if code == ExitCode.CLEAN else logging.ERROR
             _log.log(level, "rank.end rank=%d exit=%d reason=%s", self.rank, code, reason)
         if self._ending.code != ExitCode.CLEAN:
+            self._arm()
             # Wakes a device job that waits for a peer; the job itself cannot be cancelled.
             self._backend.abort()
         self._scope.cancel()
@@ -405,7 +416,9 @@ class RankActor:
             while True:
                 await trio.sleep(self._timeouts.load_progress_s)
                 stage, done, total = latest[0]
-                await self._link.send(LoadProgress(stage=stage, done=done, total=total))
+                # The job's end cancels this task, and a frame cut short would end the world.
+                with trio.CancelScope(shield=True):
+                    await self._link.send(LoadProgress(stage=stage, done=done, total=total))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(say)

@@ -6,6 +6,9 @@ the device and the streams.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+
 import attrs
 import trio
 from trio.testing import MockClock, memory_stream_pair
@@ -18,7 +21,7 @@ from ds4.world.handle import World
 from ds4.world.head import Head
 from ds4.world.rank_actor import Ending, RankActor
 from ds4.world.timeouts import Timeouts
-from tests.fakes import FakeBackend, Faults, Mesh, SimDevice, geometry
+from tests.fakes import FakeBackend, Faults, Killed, Mesh, SimDevice, geometry
 
 TIMEOUTS = Timeouts(dial_s=30.0)
 KEY = b"k" * 32
@@ -136,7 +139,7 @@ async def default_script(world: World):
     await world.open_session(2, 32)
     rows = await step(world, 1, [1, 2, 3, 4, 5], [(2, [7, 8, 9])])
     tokens += [row.token for row in rows]
-    for n in range(3):
+    for _ in range(3):
         rows = await step(world, 1, [tokens[-1]])
         tokens.append(rows[0].token)
     snapshot = await world.snapshot(1)
@@ -199,6 +202,7 @@ def simulate(
       limit_s: fails the simulation when virtual time passes it.
     """
     outcome = Outcome()
+    daemons: list[trio.Nursery] = []
 
     async def main():
         mesh = Mesh(n, breaks=breaks)
@@ -208,6 +212,22 @@ def simulate(
             timeouts=timeouts,
             preflight_only=preflight_only,
         )
+
+        @contextlib.contextmanager
+        def watchdog(backend, nursery):
+            async def kill():
+                with trio.CancelScope() as scope:
+                    scopes.append(scope)
+                    await trio.sleep(timeouts.abort_s)
+                    backend.is_killed.set()
+
+            scopes = []
+            daemons[0].start_soon(kill)
+            try:
+                yield
+            finally:
+                for scope in scopes:
+                    scope.cancel()
 
         async def rank_main(index, rank, nursery):
             ours, theirs = memory_stream_pair()
@@ -227,8 +247,18 @@ def simulate(
                 device=SimDevice(backend),
                 key=None if rank_key is None else ClusterKey(rank_key),
                 timeouts=timeouts,
+                watchdog=functools.partial(watchdog, backend, nursery),
             )
-            outcome.endings[index] = await actor.run()
+            try:
+                outcome.endings[index] = await actor.run()
+            except BaseExceptionGroup as group:
+                if group.split(Killed)[1] is not None:
+                    raise
+                outcome.endings[index] = Ending(ExitCode.DATA_PLANE, "ended by the watchdog")
+            except Killed:
+                outcome.endings[index] = Ending(ExitCode.DATA_PLANE, "ended by the watchdog")
+            finally:
+                await theirs.aclose()
 
         async def user():
             head_ready = await nursery.start(run_head)
@@ -259,6 +289,7 @@ def simulate(
 
         with trio.fail_after(limit_s):
             async with trio.open_nursery() as everything:
+                daemons.append(everything)
                 async with trio.open_nursery() as nursery:
                     if extra is not None:
                         everything.start_soon(extra, head, nursery)

@@ -141,7 +141,7 @@ def test_a_stopped_rank_is_found_by_its_silence(model):
 @pytest.mark.slow
 def test_a_terminated_rank_says_so(model):
     with (
-        pytest.raises(RankLost, match="rank 1 .*terminated by a signal"),
+        pytest.raises(RankLost, match=r"rank 1 .*terminated by a signal"),
         open_world(config(model, 2)) as executor,
     ):
         os.kill(pids(executor)[1], signal.SIGTERM)
