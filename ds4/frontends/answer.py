@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from enum import Enum
 
 import attrs
 
-from ds4.frontends.conversation import Conversation
+from ds4.frontends.conversation import Conversation, Turn, opens_reasoning
 from ds4.frontends.interrupt import Interrupt
-from ds4.frontends.progress import Rates, prefill_progress
+from ds4.frontends.progress import PrefillProgress, Rates
 from ds4.frontends.terminal import DIM, RESET, Terminal
 from ds4.frontends.trace import Trace
 from ds4.model.tokenizer import StreamDecoder, Tokenizer
@@ -101,7 +102,7 @@ class AnswerWriter:
 
 def run_turn(
     conversation: Conversation,
-    ids: Sequence[int],
+    turn: Turn,
     *,
     max_tokens: int,
     sampling: SamplingParams,
@@ -112,8 +113,8 @@ def run_turn(
     """Feed a rendered turn and write the answer.
 
     Args:
-      conversation: it grows by the turn.
-      ids: what the turn adds.
+      conversation: the one that goes on.
+      turn: what it grows by.
       max_tokens: most tokens to sample.
       sampling: how to choose them.
       terminal: where the answer and the rates go.
@@ -124,32 +125,39 @@ def run_turn(
       Ds4Error: the turn does not fit or the model failed. What was written stays written.
     """
     tokenizer = conversation.model.tokenizer
-    trace.tokens("prompt", ids, tokenizer.decode(ids))
-    writer: AnswerWriter | None = None
-    rates = Rates(prefill_tokens=len(ids))
+    if turn.keep < len(conversation.session):
+        trace.section("timeline", f"cut to its first {turn.keep} tokens")
+    trace.tokens("prompt", turn.ids, tokenizer.decode(turn.ids))
+    progress = PrefillProgress(terminal, len(turn.ids))
+    rates = Rates(prefill_tokens=len(turn.ids))
     sampled: list[int] = []
-    with interrupt.guard():
-        try:
-            with prefill_progress(terminal, len(ids)) as progress:
-                tokens = conversation.answer(
-                    ids,
-                    max_tokens=max_tokens,
-                    sampling=sampling,
-                    progress=progress,
-                    stop=interrupt,
-                )
-                first = next(tokens, None)
-            if first is not None:
-                writer = AnswerWriter(
-                    terminal, tokenizer, thinking=_opens_reasoning(tokenizer, ids)
-                )
+    # Closing the generator is what rolls a failed turn back, so it happens here and not whenever it
+    # is collected.
+    with (
+        interrupt.guard(),
+        contextlib.closing(
+            conversation.answer(
+                turn,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                progress=progress,
+                stop=interrupt,
+            )
+        ) as tokens,
+    ):
+        with progress:
+            first = next(tokens, None)
+        if first is not None:
+            writer = AnswerWriter(
+                terminal, tokenizer, thinking=opens_reasoning(conversation.model, turn.ids)
+            )
+            try:
                 for token in itertools.chain([first], tokens):
                     rates.token()
                     sampled.append(token)
                     if token != tokenizer.special.eos:
                         writer.token(token)
-        finally:
-            if writer is not None:
+            finally:
                 writer.end()
     ending = _ending(conversation, sampled, interrupt, max_tokens)
     trace.tokens("answer", sampled, tokenizer.decode(sampled))
@@ -169,11 +177,3 @@ def _ending(
     if len(sampled) >= max_tokens:
         return Ending.LENGTH
     return Ending.CONTEXT
-
-
-def _opens_reasoning(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    """Whether what follows these ids is reasoning."""
-    special = tokenizer.special
-    marks = (special.think, special.end_think, special.eos, special.user)
-    last = next((token for token in reversed(ids) if token in marks), None)
-    return last == special.think

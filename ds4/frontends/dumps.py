@@ -15,7 +15,7 @@ from ds4.api import Model, Session
 from ds4.errors import ContextOverflow
 from ds4.frontends.files import write_file
 from ds4.frontends.interrupt import Interrupt
-from ds4.frontends.progress import prefill_progress
+from ds4.frontends.progress import PrefillProgress
 from ds4.frontends.terminal import Terminal
 from ds4.model.tokenizer import Tokenizer
 from ds4.sampling import GREEDY, log_softmax
@@ -60,7 +60,7 @@ class Diagnostics:
 
     def prefill(self, session: Session, ids: Sequence[int], want: int) -> NDArray[np.float32]:
         """Feed a prompt; returns the logits wanted, f32[n, V]."""
-        with prefill_progress(self.terminal, len(ids)) as progress:
+        with PrefillProgress(self.terminal, len(ids)) as progress:
             result = session.feed(
                 ids, sampling=GREEDY, want=want, progress=progress, stop=self.interrupt
             )
@@ -177,7 +177,7 @@ def perplexity(run: Diagnostics, text: str, *, max_tokens: int) -> None:
         wanted = min(len(ids), max_tokens, session.n_ctx)
         if wanted < len(ids):
             run.terminal.note(f"scoring the first {wanted} of {len(ids)} tokens")
-        with prefill_progress(run.terminal, wanted) as progress:
+        with PrefillProgress(run.terminal, wanted) as progress:
             scores = session.score(
                 [tokenizer.special.bos, *ids[:wanted]], progress=progress, stop=run.interrupt
             )

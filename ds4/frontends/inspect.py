@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from ds4.errors import WorldRefused
-from ds4.gguf import GGUFFile
+from ds4.gguf import GGUFFile, TensorInfo
 from ds4.model.deepseek4.shape import DeepSeek4Shape
 from ds4.model.deepseek4.tensors import bytes_by_class, bytes_read_per_token, load_shape
 from ds4.partition.memory import MemoryPlan, partial_state_bytes, session_rows_bytes
@@ -90,7 +90,8 @@ def _model(file: GGUFFile, shape: DeepSeek4Shape) -> Iterator[str]:
 def _runs(values: Iterable[object]) -> str:
     """A list with repetitions counted."""
     counts = Counter(values)
-    return ", ".join(f"{value} ({n} layers)" for value, n in sorted(counts.items(), key=str))
+    ordered = sorted(counts.items(), key=str)
+    return ", ".join(f"{value} ({n} layer{'s' * (n != 1)})" for value, n in ordered)
 
 
 def _shape(s: DeepSeek4Shape) -> Iterator[str]:
@@ -149,28 +150,58 @@ def _contexts(shape: DeepSeek4Shape) -> Iterator[str]:
     yield from _table(rows, left=0)
 
 
+def _representatives(
+    file: GGUFFile, shape: DeepSeek4Shape
+) -> tuple[dict[str, TensorInfo], dict[str, int]]:
+    """One layer of each make instead of all layers, since equal layers are cut equally.
+
+    Returns:
+      Tensors of the chosen layers and of no layer, and for each how many it stands for.
+    """
+    layers: dict[str, list[TensorInfo]] = {f"blk.{layer}": [] for layer in range(shape.n_layers)}
+    chosen: dict[str, TensorInfo] = {}
+    weights: dict[str, int] = {}
+    for info in file.tensors.values():
+        prefix = ".".join(info.name.split(".", 2)[:2])
+        if prefix in layers:
+            layers[prefix].append(info)
+        else:
+            chosen[info.name], weights[info.name] = info, 1
+    makes: dict[frozenset[tuple[str, tuple[int, ...], str]], list[TensorInfo]] = {}
+    counts: Counter[frozenset[tuple[str, tuple[int, ...], str]]] = Counter()
+    for infos in layers.values():
+        make = frozenset((i.name.split(".", 2)[2], i.ne, i.type.name) for i in infos)
+        makes.setdefault(make, infos)
+        counts[make] += 1
+    for make, infos in makes.items():
+        for info in infos:
+            chosen[info.name], weights[info.name] = info, counts[make]
+    return chosen, weights
+
+
 def _ranks(file: GGUFFile, shape: DeepSeek4Shape) -> Iterator[str]:
     placement = Placement.contiguous(shape.n_layers, shape.n_experts)
+    infos, weights = _representatives(file, shape)
     refusals = []
     rows = [("ranks", "mode", "bytes of each rank", "read per decoded token")]
     for world in WORLDS:
         for mode, label in _MODES.items():
             if world == 1 and mode is Mode.TENSOR_PARALLEL:
                 continue  # a world of one is the same in both modes
+            held, read = [], []
             try:
-                plans = [
-                    plan_rank(
-                        file.tensors, shape, mode=mode, world=world, rank=r, placement=placement
+                for rank in range(world):
+                    plan = plan_rank(
+                        infos, shape, mode=mode, world=world, rank=rank, placement=placement
                     )
-                    for r in range(world)
-                ]
+                    slices = plan.slices.values()
+                    held.append(sum(weights[s.name] * s.n_bytes for s in slices))
+                    read.append(sum(weights[s.name] * s.read_bytes for s in slices))
             except WorldRefused as refusal:
                 rows.append((str(world), label, "refused", refusal.reason))
                 refusals.append(f"  {world} {label}: {refusal}")
                 continue
-            held = _spread([plan.total_bytes for plan in plans])
-            read = _spread([plan.bytes_read_per_token for plan in plans])
-            rows.append((str(world), "any" if world == 1 else label, held, read))
+            rows.append((str(world), "any" if world == 1 else label, _spread(held), _spread(read)))
     yield from _table(rows, left=2)
     yield from refusals
 

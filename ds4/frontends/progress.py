@@ -8,8 +8,8 @@ ever writes to standard output.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 import attrs
 from rich.console import Console
@@ -18,46 +18,65 @@ from rich.progress import Progress as Bar
 
 from ds4.frontends.terminal import Terminal
 
-__all__ = ["Rates", "prefill_progress"]
+__all__ = ["PrefillProgress", "Rates"]
 
 _SHORT_PROMPT = 1
 """A prompt of one token is a decode step and shows no progress."""
 
 
-@contextmanager
-def prefill_progress(terminal: Terminal, n_tokens: int) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of one prompt.
+class PrefillProgress:
+    """Progress of one prompt, shown from `with` to its end or until all is done.
+
+    The line goes away before any text of the answer comes.
 
     Args:
       terminal: where to.
       n_tokens: tokens in all.
-
-    Yields:
-      What `Session.feed` calls with (done, all) after every chunk. The line goes away when the
-      block ends or all is done, before any text of the answer.
     """
-    if terminal.quiet or n_tokens <= _SHORT_PROMPT:
-        yield lambda done, total: None
-    elif terminal.redraws:
-        with _redrawn(terminal, n_tokens) as report:
-            yield report
-    else:
-        yield lambda done, total: terminal.line(_text(done, total))
+
+    def __init__(self, terminal: Terminal, n_tokens: int) -> None:
+        self._terminal = terminal
+        self._hidden = terminal.quiet or n_tokens <= _SHORT_PROMPT
+        self._bar: Bar | None = None
+        if terminal.redraws and not self._hidden:
+            self._bar = _bar(terminal)
+            self._task = self._bar.add_task("prefill", total=n_tokens)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that `done` of `total` tokens are through; what `Session.feed` calls."""
+        if self._hidden:
+            return
+        if self._bar is None:
+            self._terminal.line(f"prefill {done}/{total} tokens {100 * done / total:.1f}%")
+            return
+        self._bar.update(self._task, completed=done, total=total)
+        self._bar.refresh()
+        if done >= total:
+            self._bar.stop()
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
 
 
-def _text(done: int, total: int) -> str:
-    return f"prefill {done}/{total} tokens {100 * done / total:.1f}%"
-
-
-@contextmanager
-def _redrawn(terminal: Terminal, n_tokens: int) -> Iterator[Callable[[int, int], None]]:
+def _bar(terminal: Terminal) -> Bar:
     console = Console(
         file=terminal.stderr,
         force_terminal=True,
         no_color=not terminal.colours_allowed,
         highlight=False,
     )
-    bar = Bar(
+    return Bar(
         TextColumn("prefill"),
         BarColumn(bar_width=24),
         TextColumn("{task.completed:.0f}/{task.total:.0f} tokens {task.percentage:.1f}%"),
@@ -68,19 +87,6 @@ def _redrawn(terminal: Terminal, n_tokens: int) -> Iterator[Callable[[int, int],
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    task = bar.add_task("prefill", total=n_tokens)
-
-    def report(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        bar.refresh()
-        if done >= total:
-            bar.stop()
-
-    bar.start()
-    try:
-        yield report
-    finally:
-        bar.stop()
 
 
 @attrs.define
@@ -102,7 +108,7 @@ class Rates:
     tokens: int = 0
     decode_s: float = 0.0
     _start: float = attrs.field(factory=time.perf_counter)
-    _first: float = 0.0
+    _first: float = attrs.field(default=0.0, init=False)
 
     def token(self) -> None:
         """Record that a token has been sampled."""

@@ -331,6 +331,12 @@ def test_a_quoted_marker_does_not_hide_a_real_call():
     assert isinstance(events[-1], BlockEnd)
 
 
+@pytest.mark.parametrize("n_failed", [7, 8])
+def test_after_eight_failed_blocks_markers_are_text(n_failed):
+    events = whole("<tool_calls>x" * n_failed + one_call())
+    assert isinstance(events[-1], BlockEnd) is (n_failed < 8)
+
+
 @given(SNIPPETS)
 def test_without_tools_every_byte_of_an_answer_is_text(text):
     assert whole(text, policy=TEXT) == ([Content(text)] if text else [])
@@ -465,9 +471,9 @@ def test_a_block_beyond_the_limit_is_text_again():
 def test_hostile_output_is_parsed_in_linear_time(unit):
     data = (unit * (200_000 // len(unit))).encode()
     pieces = [data[i : i + 7] for i in range(0, len(data), 7)]
-    start = time.perf_counter()
+    start = time.process_time()
     events = parse(pieces)
-    elapsed_s = time.perf_counter() - start
+    elapsed_s = time.process_time() - start
     assert shown(events, Content) == data.decode()
     assert elapsed_s < 10  # measured well under 2 s; quadratic work takes minutes
 
@@ -475,9 +481,9 @@ def test_hostile_output_is_parsed_in_linear_time(unit):
 def test_a_long_payload_is_parsed_in_linear_time():
     value = "some text, <b>tags</b> and \n lines " * 30_000
     data = one_call(json.dumps({"p": value})).encode()
-    start = time.perf_counter()
+    start = time.process_time()
     events = parse(data[i : i + 4] for i in range(0, len(data), 4))
-    elapsed_s = time.perf_counter() - start
+    elapsed_s = time.process_time() - start
     assert json.loads(events[-2].arguments) == {"p": value}
     assert elapsed_s < 20  # measured under 2 s for a megabyte in 4-byte pieces
 

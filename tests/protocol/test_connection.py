@@ -6,7 +6,7 @@ import itertools
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds4.errors import ConfigError, LocalProtocolError, ProtocolError, RemoteProtocolError
@@ -75,16 +75,30 @@ def replay(role, script, data, cuts, key=None):
     return events
 
 
+SCRIPT = CHALLENGES + SETUP + RUN
+
+
+@pytest.fixture(scope="module")
+def conversation():
+    return transcript(SCRIPT, KEY)
+
+
 @pytest.mark.parametrize("role", list(Role))
+@settings(max_examples=50)
 @given(data=st.data())
-def test_any_cut_of_a_conversation_gives_the_same_events(role, data):
-    script = CHALLENGES + SETUP + RUN
-    heard, said = transcript(script, KEY)
+def test_any_cut_of_a_conversation_gives_the_same_events(conversation, role, data):
+    heard, said = conversation
     stream = heard[role.peer]
     cuts = data.draw(st.lists(st.integers(0, len(stream)), max_size=20))
-    events = replay(role, script, stream, cuts, KEY)
-    assert events[1:] == said[role.peer]
-    assert events == replay(role, script, stream, range(len(stream)), KEY)
+    assert replay(role, SCRIPT, stream, cuts, KEY)[1:] == said[role.peer]
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_a_conversation_byte_by_byte_gives_the_same_events(conversation, role):
+    heard, said = conversation
+    stream = heard[role.peer]
+    events = replay(role, SCRIPT, stream, range(len(stream)), KEY)
+    assert [type(events[0]), *events[1:]] == [PeerVersion, *said[role.peer]]
 
 
 def test_a_frame_with_a_wrong_number_is_refused():
