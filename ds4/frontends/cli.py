@@ -30,6 +30,14 @@ from ds4.frontends.tasks import Tasks
 from ds4.frontends.template_option import read_template
 from ds4.frontends.terminal import Terminal, is_terminal
 from ds4.frontends.trace import Trace
+from ds4.frontends.world_options import (
+    Terminated,
+    exit_status,
+    head_config,
+    orderly_termination,
+    other_role,
+    write_report,
+)
 from ds4.gguf import GGUFFile
 from ds4.model.deepseek4.rounding import Rounding
 from ds4.model.deepseek4.tensors import load_shape
@@ -103,9 +111,14 @@ def main(
     except ConfigError as error:
         terminal.error(_with_option(str(error)))
         return EXIT_USAGE
-    except (Ds4Error, FloatingPointError) as error:
+    except Ds4Error as error:
+        terminal.error(str(error))
+        return exit_status(error)
+    except FloatingPointError as error:
         terminal.error(str(error))
         return EXIT_FAILED
+    except Terminated:
+        return EXIT_OK  # the ranks have been stopped in order on the way here
     except MemoryError as error:
         terminal.error(f"out of memory: {error}" if str(error) else "out of memory")
         return EXIT_FAILED
@@ -147,6 +160,13 @@ def _with_option(text: str) -> str:
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> int:
+    if not (args.inspect or args.dump_tokens):
+        level = log_level(terminal.environment)
+        other = other_role(args, terminal.environment, log_level=level)
+        if other is not None:
+            status, output = other
+            terminal.stdout.write(output)
+            return status
     # Whatever was asked for, a model that cannot be read is the first thing to say.
     file = GGUFFile.open(args.model if args.model is not None else bundled_model())
     try:
@@ -162,7 +182,12 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
             if (path := getattr(args, option)) is not None:
                 check_writable(f"--{option.replace('_', '-')}", path)
         template = read_template(args.chat_template, file) if args.chat_template else None
-        with Trace(args.trace) as trace, _open_model(args, terminal, file) as model:
+        with (
+            Trace(args.trace) as trace,
+            orderly_termination(),
+            _open_model(args, terminal, file) as model,
+        ):
+            write_report(args, model)
             return Tasks(args, terminal, model, trace, template).run(prompt)
     finally:
         file.close()
@@ -188,6 +213,7 @@ def _open_model(args: argparse.Namespace, terminal: Terminal, file: GGUFFile) ->
         threads=args.threads,
         prefill_chunk=args.prefill_chunk,
         rounding=Rounding(args.activation_rounding),
+        world=head_config(args, terminal.environment, log_level=log_level(terminal.environment)),
     )
     model = Model.open(options, file)
     if args.ctx is not None and args.ctx > model.n_ctx:

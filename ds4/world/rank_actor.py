@@ -142,15 +142,14 @@ class RankActor:
 
     async def run(self) -> Ending:
         """Serve until the end. Never raises but for cancellation."""
-        with ExitStack() as self._armed:
-            with self._scope:
-                try:
-                    with trio.move_on_after(self._timeouts.hello_s) as greeting:
-                        await self._introduce()
-                    if not greeting.cancelled_caught:
-                        await self._serve()
-                finally:
-                    await self._clean_up()
+        with ExitStack() as self._armed, self._scope:
+            try:
+                with trio.move_on_after(self._timeouts.hello_s) as greeting:
+                    await self._introduce()
+                if not greeting.cancelled_caught:
+                    await self._serve()
+            finally:
+                await self._clean_up()
         return self._ending or Ending(ExitCode.LEADER_LOST, "the head did not answer in time")
 
     async def _clean_up(self) -> None:

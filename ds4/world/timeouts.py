@@ -88,5 +88,9 @@ class Timeouts:
             return cls()
         return cls(rank_timeout_s=seconds, step_floor_s=seconds, write_s=seconds)
 
+    def with_dial(self, seconds: float) -> Timeouts:
+        """The same with another bound on all ranks arriving."""
+        return attrs.evolve(self, dial_s=seconds)
+
 
 DEFAULT_TIMEOUTS = Timeouts()
