@@ -440,6 +440,10 @@ class Head:
                 if scope.cancelled_caught:
                     _log.warning("gather.waiting ranks=%s", self.gathering.missing())
             self._phase = "agreed"
+            # Whoever was accepted meanwhile and says hello now must not touch a complete world.
+            self.gathering.close(
+                Refuse(reason="complete", text="this world is complete; all its ranks have come")
+            )
             self.peers = dict(sorted(self.peers.items()))
             return
         missing = self.gathering.missing()

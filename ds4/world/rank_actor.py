@@ -60,6 +60,7 @@ from ds4.protocol.messages import (
     Stop,
     StopMode,
 )
+from ds4.protocol.state import State
 from ds4.world.device_thread import Device
 from ds4.world.exit_codes import ExitCode, exit_code_of_fail
 from ds4.world.link import Link, LinkLost
@@ -298,7 +299,11 @@ class RankActor:
             self._lost(f"protocol violation by the head: {error} ({error.reason})")
 
     def _lost(self, reason: str) -> None:
-        if self._own_failure is not None:
+        connection = self._link.connection
+        if connection.state is State.STOPPED and connection.error is None:
+            # The goodbye went out whole, and the head closed before this side noticed.
+            self._finish(ExitCode.CLEAN, "stopped")
+        elif self._own_failure is not None:
             self._finish(self._own_failure.code, self._own_failure.reason)
         else:
             self._finish(ExitCode.LEADER_LOST, reason)
