@@ -35,13 +35,15 @@ from ds4.frontends.world_options import (
     exit_status,
     head_config,
     orderly_termination,
-    other_role,
+    preflight,
+    work,
     write_report,
 )
 from ds4.gguf import GGUFFile
 from ds4.model.deepseek4.rounding import Rounding
 from ds4.model.deepseek4.tensors import load_shape
 from ds4.model.tokenizer import Tokenizer
+from ds4.world.config import HeadConfig
 
 __all__ = ["entry", "main"]
 
@@ -160,19 +162,20 @@ def _with_option(text: str) -> str:
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> int:
-    if not (args.inspect or args.dump_tokens):
-        level = log_level(terminal.environment)
-        other = other_role(args, terminal.environment, log_level=level)
-        if other is not None:
-            status, output = other
-            terminal.stdout.write(output)
-            return status
+    if args.role == "worker" and not (args.inspect or args.dump_tokens):
+        # A worker that cannot read its model has to tell the head.
+        return work(args, terminal.environment, log_level=log_level(terminal.environment))
     # Whatever was asked for, a model that cannot be read is the first thing to say.
     file = GGUFFile.open(args.model if args.model is not None else bundled_model())
     try:
         if args.inspect:
             terminal.stdout.write(report(file, args.ctx or DEFAULT_CONTEXT))
             return EXIT_OK
+        world = head_config(args, terminal.environment, log_level=log_level(terminal.environment))
+        if world is not None and world.preflight_only and not args.dump_tokens:
+            status, document = preflight(world)
+            terminal.stdout.write(document)
+            return status
         # Everything else that can be wrong with the options is said before weights are touched.
         prompt = read_prompt(args, terminal, load_shape(file).n_vocab)
         if args.dump_tokens:
@@ -185,7 +188,7 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
         with (
             Trace(args.trace) as trace,
             orderly_termination(),
-            _open_model(args, terminal, file) as model,
+            _open_model(args, terminal, file, world) as model,
         ):
             write_report(args, model)
             return Tasks(args, terminal, model, trace, template).run(prompt)
@@ -205,7 +208,9 @@ def _dump_tokens(prompt: Prompt, terminal: Terminal, file: GGUFFile) -> None:
             terminal.line(f"{index:>6}  {token:>6}  {text!r}")
 
 
-def _open_model(args: argparse.Namespace, terminal: Terminal, file: GGUFFile) -> Model:
+def _open_model(
+    args: argparse.Namespace, terminal: Terminal, file: GGUFFile, world: HeadConfig | None
+) -> Model:
     options = ModelOptions(
         path=file.path,
         n_ctx=args.ctx or DEFAULT_CONTEXT,
@@ -213,7 +218,7 @@ def _open_model(args: argparse.Namespace, terminal: Terminal, file: GGUFFile) ->
         threads=args.threads,
         prefill_chunk=args.prefill_chunk,
         rounding=Rounding(args.activation_rounding),
-        world=head_config(args, terminal.environment, log_level=log_level(terminal.environment)),
+        world=world,
     )
     model = Model.open(options, file)
     if args.ctx is not None and args.ctx > model.n_ctx:

@@ -33,7 +33,8 @@ __all__ = [
     "exit_status",
     "head_config",
     "orderly_termination",
-    "other_role",
+    "preflight",
+    "work",
     "world_request",
     "write_report",
 ]
@@ -282,32 +283,15 @@ def head_config(
     )
 
 
-def other_role(
+def work(
     args: argparse.Namespace, environment: Mapping[str, str], *, log_level: int = logging.WARNING
-) -> tuple[int, str] | None:
-    """Do what makes this process something else than a head with a model, if that is asked for.
-
-    Returns:
-      (exit status, text for standard output) of a worker or a preflight; None otherwise.
+) -> int:
+    """Be a worker until its world ends; returns the exit status.
 
     Raises:
-      WorldRefused, ConfigError: as `world_request`.
+      WorldRefused, ConfigError: as `world_request`, or the key file is of no use.
     """
     request = world_request(args)
-    if request.role == "worker":
-        return _work(args, request, environment, log_level), ""
-    config = head_config(args, environment, log_level=log_level)
-    if config is not None and config.preflight_only:
-        return _preflight(config)
-    return None
-
-
-def _work(
-    args: argparse.Namespace,
-    request: WorldRequest,
-    environment: Mapping[str, str],
-    log_level: int,
-) -> int:
     from ds4.rank import run_rank
 
     if request.coordinator is None:  # refused before; for the type checker
@@ -326,7 +310,7 @@ def _work(
     return int(ending.code)
 
 
-def _preflight(config: HeadConfig) -> tuple[int, str]:
+def preflight(config: HeadConfig) -> tuple[int, str]:
     """Exit status and JSON of a preflight: one verdict for each rank."""
     from ds4.world.executor import WorldExecutor
     from ds4.world.identity import Identity

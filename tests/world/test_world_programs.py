@@ -98,8 +98,9 @@ def test_a_coordinator_and_a_worker_print_what_one_process_prints(model, prompt,
         # A stranger at the port, while both are on their way.
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1) as s:
-                s.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(OSError):
+                with socket.create_connection(("127.0.0.1", port), 1) as stranger:
+                    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
                 break
             time.sleep(0.1)
         status, out, err = end(head)

@@ -222,7 +222,9 @@ def test_a_wildcard_offer_gets_an_address_that_others_can_dial():
     assert public_offers("nccl", [b"anything"], []) == [b"anything"]
 
 
-@pytest.mark.parametrize("offer", [b"", b"\xc1", b"\x92\x01\x02", pack_address("h", 0), b"\x91\xa1h"])
+@pytest.mark.parametrize(
+    "offer", [b"", b"\xc1", b"\x92\x01\x02", pack_address("h", 0), b"\x91\xa1h"]
+)
 def test_an_offer_without_an_address_is_a_config_error(offer):
     with pytest.raises(ConfigError, match="address"):
         unpack_address(offer)
