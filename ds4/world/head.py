@@ -44,6 +44,7 @@ from ds4.world.gathering import Gathering
 from ds4.world.link import Link
 from ds4.world.offers import public_offers
 from ds4.world.peer import Failure, Peer
+from ds4.world.pulse import Pulse
 from ds4.world.refusals import device_refusal
 from ds4.world.report import RankReport, WorldReport
 from ds4.world.timeouts import Timeouts
@@ -270,8 +271,11 @@ class Head:
 
     async def _heartbeat(self) -> None:
         """Ping every rank; report one that has been silent for too long while idle."""
+        pulse = Pulse(self.timeouts.ping_s)
         while True:
-            await trio.sleep(self.timeouts.ping_s)
+            await pulse.wait()
+            if pulse.was_late:
+                continue
             for peer in list(self.peers.values()):
                 if peer.gone.is_set() or peer.is_stopping:
                     continue

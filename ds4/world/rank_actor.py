@@ -65,6 +65,7 @@ from ds4.world.device_thread import Device
 from ds4.world.exit_codes import ExitCode, exit_code_of_fail
 from ds4.world.link import Link, LinkLost
 from ds4.world.peer import TERMINATED
+from ds4.world.pulse import Pulse
 from ds4.world.rank_work import SessionWork, is_operation
 from ds4.world.timeouts import Timeouts
 
@@ -277,8 +278,11 @@ class RankActor:
 
     async def _watch(self) -> None:
         """End when the head has been silent for too long: it pings whatever else it does."""
+        pulse = Pulse(self._timeouts.ping_s)
         while True:
-            await trio.sleep(self._timeouts.ping_s)
+            await pulse.wait()
+            if pulse.was_late:
+                continue
             silence = trio.current_time() - self._link.heard
             if silence > self._timeouts.rank_timeout_s:
                 self._finish(ExitCode.LEADER_LOST, f"head silent for {silence:.1f} s")
