@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import attrs
 import numpy as np
@@ -31,6 +31,9 @@ from ds4.model.deepseek4.tensors import expected_tensors, load_shape
 from ds4.model.tokenizer import StreamDecoder, Tokenizer
 from ds4.sampling import SamplingParams, log_softmax
 from ds4.steps import Chunk, Decode, RowResult, StepPlan, Want
+
+if TYPE_CHECKING:
+    from ds4.world.config import HeadConfig
 
 __all__ = [
     "BACKENDS",
@@ -98,6 +101,7 @@ class ModelOptions:
       threads: CPU worker threads; None takes every core this process may use.
       prefill_chunk: most prompt tokens in one step.
       rounding: activation rounding switch.
+      world: ranks that run the model; None runs it in this process.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -106,6 +110,7 @@ class ModelOptions:
     threads: int | None = None
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     rounding: Rounding = Rounding.NONE
+    world: HeadConfig | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -323,6 +328,12 @@ class Model:
 
 
 def _executor(options: ModelOptions, file: GGUFFile) -> StepExecutor:
+    if options.world is not None:
+        # Trio and the protocol are imported only where there are ranks.
+        from ds4.world.executor import WorldExecutor
+        from ds4.world.identity import Identity
+
+        return WorldExecutor(options.world, Identity.of(file, options.world.run))
     if options.backend == "cuda":
         raise ConfigError("backend cuda is not available in this build; use auto or cpu")
     # Numba is imported only when a model is really run.

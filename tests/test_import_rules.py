@@ -33,6 +33,9 @@ FORBIDDEN = {
     "ds4.sampling": {"trio", "socket", "time", "cuda", "numba", "ds4.cpu", "ds4.cuda"},
     "ds4.cpu": {"trio", "cuda", "ds4.cuda", "ds4.protocol", "ds4.frontends"},
     "ds4.cuda": {"trio", "ds4.protocol", "ds4.frontends"},
+    "ds4.world": {"cuda", "numba", "ds4.cpu", "ds4.cuda", "ds4.frontends"},
+    "ds4.backend": {"trio", "socket", "time", "cuda", "numba", "ds4.cpu", "ds4.cuda",
+                    "ds4.protocol", "ds4.frontends"},
     "ds4.frontends": {"cuda", "numba", "ds4.cuda", "ds4.cpu"},
     "ds4": {"ds4.frontends"},
 }  # fmt: skip
