@@ -27,12 +27,23 @@ from ds4.frontends.inspect import report
 from ds4.frontends.options import cli_parser
 from ds4.frontends.prompt import Prompt, read_prompt
 from ds4.frontends.tasks import Tasks
+from ds4.frontends.template_option import read_template
 from ds4.frontends.terminal import Terminal, is_terminal
 from ds4.frontends.trace import Trace
+from ds4.frontends.world_options import (
+    Terminated,
+    exit_status,
+    head_config,
+    orderly_termination,
+    preflight,
+    work,
+    write_report,
+)
 from ds4.gguf import GGUFFile
 from ds4.model.deepseek4.rounding import Rounding
 from ds4.model.deepseek4.tensors import load_shape
 from ds4.model.tokenizer import Tokenizer
+from ds4.world.config import HeadConfig
 
 __all__ = ["entry", "main"]
 
@@ -41,16 +52,20 @@ _log = logging.getLogger(__name__)
 
 def entry() -> None:
     """Console script: run on the process's own streams and exit."""
+    stderr = _usable(sys.stderr, "w")
+    if sys.stdout is None:  # closed by the shell; a silent success would be a lie
+        stderr.write("ds4: error: standard output is closed\n")
+        sys.exit(EXIT_FAILED)
     status = main(
         sys.argv[1:],
         stdin=_usable(sys.stdin, "r"),
         stdout=_usable(sys.stdout, "w"),
-        stderr=_usable(sys.stderr, "w"),
+        stderr=stderr,
         environment=os.environ,
     )
     try:
         sys.stdout.flush()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         # The failure has been reported; without this, the interpreter would report it again.
         os._exit(status or EXIT_FAILED)
     sys.exit(status)
@@ -88,28 +103,24 @@ def main(
     terminal = Terminal(
         program="ds4", stdin=stdin, stdout=stdout, stderr=stderr, environment=environment
     )
-    parser = cli_parser()
     try:
-        args = parser.parse_args(list(argv))
-        terminal.quiet = args.quiet
-        for text in unknown_variables(environment):
-            terminal.warning(text)
-        with terminal.logging(log_level(environment)):
-            status = _run(args, terminal)
+        status = _parse_and_run(argv, terminal)
         stdout.flush()
         return status
-    except HelpRequested as request:
-        stdout.write(parser.help_text(request.topic))
-        return EXIT_OK
     except UsageError as error:
         terminal.error(f"{error} (see ds4 --help)")
         return EXIT_USAGE
     except ConfigError as error:
         terminal.error(_with_option(str(error)))
         return EXIT_USAGE
-    except (Ds4Error, FloatingPointError) as error:
+    except Ds4Error as error:
+        terminal.error(str(error))
+        return exit_status(error)
+    except FloatingPointError as error:
         terminal.error(str(error))
         return EXIT_FAILED
+    except Terminated:
+        return EXIT_OK  # the ranks have been stopped in order on the way here
     except MemoryError as error:
         terminal.error(f"out of memory: {error}" if str(error) else "out of memory")
         return EXIT_FAILED
@@ -120,6 +131,20 @@ def main(
     except KeyboardInterrupt:
         terminal.error("interrupted")
         return EXIT_INTERRUPTED
+
+
+def _parse_and_run(argv: Sequence[str], terminal: Terminal) -> int:
+    parser = cli_parser()
+    try:
+        args = parser.parse_args(list(argv))
+    except HelpRequested as request:
+        terminal.stdout.write(parser.help_text(request.topic))
+        return EXIT_OK
+    terminal.quiet = args.quiet
+    for text in unknown_variables(terminal.environment):
+        terminal.warning(text)
+    with terminal.logging(log_level(terminal.environment)):
+        return _run(args, terminal)
 
 
 _OPTION_OF_FIELD = {
@@ -137,12 +162,20 @@ def _with_option(text: str) -> str:
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> int:
+    if args.role == "worker" and not (args.inspect or args.dump_tokens):
+        # A worker that cannot read its model has to tell the head.
+        return work(args, terminal.environment, log_level=log_level(terminal.environment))
     # Whatever was asked for, a model that cannot be read is the first thing to say.
     file = GGUFFile.open(args.model if args.model is not None else bundled_model())
     try:
         if args.inspect:
             terminal.stdout.write(report(file, args.ctx or DEFAULT_CONTEXT))
             return EXIT_OK
+        world = head_config(args, terminal.environment, log_level=log_level(terminal.environment))
+        if world is not None and world.preflight_only and not args.dump_tokens:
+            status, document = preflight(world)
+            terminal.stdout.write(document)
+            return status
         # Everything else that can be wrong with the options is said before weights are touched.
         prompt = read_prompt(args, terminal, load_shape(file).n_vocab)
         if args.dump_tokens:
@@ -151,8 +184,14 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
         for option in ("dump_logprobs", "dump_logits"):
             if (path := getattr(args, option)) is not None:
                 check_writable(f"--{option.replace('_', '-')}", path)
-        with Trace(args.trace) as trace, _open_model(args, terminal, file) as model:
-            return Tasks(args, terminal, model, trace).run(prompt)
+        template = read_template(args.chat_template, file) if args.chat_template else None
+        with (
+            Trace(args.trace) as trace,
+            orderly_termination(),
+            _open_model(args, terminal, file, world) as model,
+        ):
+            write_report(args, model)
+            return Tasks(args, terminal, model, trace, template).run(prompt)
     finally:
         file.close()
 
@@ -169,7 +208,9 @@ def _dump_tokens(prompt: Prompt, terminal: Terminal, file: GGUFFile) -> None:
             terminal.line(f"{index:>6}  {token:>6}  {text!r}")
 
 
-def _open_model(args: argparse.Namespace, terminal: Terminal, file: GGUFFile) -> Model:
+def _open_model(
+    args: argparse.Namespace, terminal: Terminal, file: GGUFFile, world: HeadConfig | None
+) -> Model:
     options = ModelOptions(
         path=file.path,
         n_ctx=args.ctx or DEFAULT_CONTEXT,
@@ -177,6 +218,7 @@ def _open_model(args: argparse.Namespace, terminal: Terminal, file: GGUFFile) ->
         threads=args.threads,
         prefill_chunk=args.prefill_chunk,
         rounding=Rounding(args.activation_rounding),
+        world=world,
     )
     model = Model.open(options, file)
     if args.ctx is not None and args.ctx > model.n_ctx:
