@@ -1,0 +1,201 @@
+"""The indexer: scores of all visible compressed rows, and the exact top-k of them.
+
+Both kernels do nothing for a row that sees at most top_k compressed rows, since then all of them
+are attended; that is decided on the device, from the row's position.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numba import cuda, float32, int32, int64, uint32
+
+from ds4.cuda.kernels.intrinsics import address, f32_bits, fma, ld_f32x4
+
+__all__ = ["KEYS_PER_BLOCK", "SELECT_THREADS", "scores_kernel", "select_kernel"]
+
+KEYS_PER_BLOCK = 32
+SELECT_THREADS = 512
+_WARPS = 4
+_HEADS_AT_ONCE = 8
+_BINS = 256
+
+
+@functools.cache
+def scores_kernel(n_heads: int, width: int, rope_dim: int, top_k: int) -> Any:
+    """Kernel: scores[b, j] = sum_h weight[b, h] * relu(q[b, h] . key j) for visible j.
+
+    q is rotated here, at the row's position. A lane computes one key, a warp every fourth part of
+    the heads in order; the four parts are added in order of the warps.
+
+    Args: table, state, layer as in `latent`; slots, positions i32[B]; cos, sin; q f32[B, *] from
+    column q_column, n_heads * width wide; weights f32[B, *] from column w_column; scale of the
+    weights; scores f32[B, stride].
+    Grid: (ceil(stride / KEYS_PER_BLOCK), B) blocks of 4 warps. Shared: the queries and 4 partial
+    sums per key. Float32. Oracle: `ds4.cpu.kernels.attention.index_scores`.
+    """
+    half = rope_dim // 2
+    tail = width - rope_dim
+    per_warp = -(-n_heads // _WARPS)
+    n_passes = -(-per_warp // _HEADS_AT_ONCE)
+    heads_at_once = min(_HEADS_AT_ONCE, per_warp)
+    n_query, n_sums = n_heads * width, _WARPS * KEYS_PER_BLOCK
+
+    @cuda.jit
+    def index_scores(
+        table, state, layer, slots, positions, cosines, sines, q, q_column, weights, w_column,
+        scale, scores,
+    ):  # fmt: skip
+        b = cuda.blockIdx.y
+        slot = slots[b]
+        if slot < 0:
+            return
+        visible = (positions[b] + 1) // 4
+        first_key = cuda.blockIdx.x * KEYS_PER_BLOCK
+        if visible <= top_k or first_key >= visible:
+            return
+        thread = cuda.threadIdx.x
+        queries = cuda.shared.array(n_query, float32)
+        sums = cuda.shared.array(n_sums, float32)
+        for pair in range(thread, n_heads * width // 2, 32 * _WARPS):
+            at = 2 * pair
+            x, y = q[b, q_column + at], q[b, q_column + at + 1]
+            within = at % width
+            if within >= tail:
+                i = (within - tail) // 2
+                c, s = cosines[b, 1, i], sines[b, 1, i]
+                x, y = x * c - y * s, x * s + y * c
+            queries[at] = x
+            queries[at + 1] = y
+        cuda.syncthreads()
+        lane = thread & 31
+        warp = thread >> 5
+        key = first_key + lane
+        total = float32(0)
+        if key < visible:
+            base = table[slot, layer, 4] + int64(key) * width
+            for n in range(n_passes):
+                first_head = warp * per_warp + n * heads_at_once
+                acc = cuda.local.array(heads_at_once, float32)
+                for h in range(heads_at_once):
+                    acc[h] = float32(0)
+                for d in range(0, width, 4):
+                    k0, k1, k2, k3 = ld_f32x4(address(state, base + d))
+                    for h in range(heads_at_once):
+                        at = min(first_head + h, n_heads - 1) * width + d
+                        acc[h] = fma(queries[at], k0, acc[h])
+                        acc[h] = fma(queries[at + 1], k1, acc[h])
+                        acc[h] = fma(queries[at + 2], k2, acc[h])
+                        acc[h] = fma(queries[at + 3], k3, acc[h])
+                for h in range(heads_at_once):
+                    head = first_head + h
+                    if head < n_heads and n * heads_at_once + h < per_warp and acc[h] > float32(0):
+                        total = fma(weights[b, w_column + head] * scale, acc[h], total)
+        sums[warp * KEYS_PER_BLOCK + lane] = total
+        cuda.syncthreads()
+        if warp == 0 and key < visible:
+            value = sums[lane]
+            for w in range(1, _WARPS):
+                value = value + sums[w * KEYS_PER_BLOCK + lane]
+            scores[b, key] = value
+
+    return index_scores
+
+
+@cuda.jit(device=True)
+def _sortable(value):
+    """Bits of a float as an unsigned integer of the same order; -0.0 counts as +0.0."""
+    bits = f32_bits(value + float32(0))
+    if bits & uint32(0x80000000):
+        return uint32(~bits)
+    return uint32(bits | uint32(0x80000000))
+
+
+@functools.cache
+def select_kernel(top_k: int, n_threads: int = SELECT_THREADS) -> Any:
+    """Kernel (slots, positions, scores f32[B, stride], chosen i32[B, top_k]): the exact top_k.
+
+    chosen[b] are the indices of the top_k largest of the visible scores, ascending; ties go to the
+    lower index. Not written where visible <= top_k.
+
+    Grid: B blocks of n_threads. A radix selection finds the top_k-th largest value byte by byte
+    (integer counts, so no order of addition matters), then one pass in index order collects.
+    Shared: 256 counters and one number per thread. Oracle: `ds4.cpu.kernels.attention.index_select`.
+    """
+
+    @cuda.jit
+    def select(slots, positions, scores, chosen):
+        b = cuda.blockIdx.x
+        if slots[b] < 0:
+            return
+        visible = (positions[b] + 1) // 4
+        if visible <= top_k:
+            return
+        thread = cuda.threadIdx.x
+        counts = cuda.shared.array(_BINS, int32)
+        found = cuda.shared.array(2, uint32)
+        above = cuda.shared.array(n_threads, int32)
+        ties = cuda.shared.array(n_threads, int32)
+        if thread == 0:
+            found[0] = uint32(0)
+            found[1] = uint32(top_k)
+        for step in range(4):
+            shift = uint32(24 - 8 * step)
+            for i in range(thread, _BINS, n_threads):
+                counts[i] = 0
+            cuda.syncthreads()
+            prefix = found[0]
+            wanted = int32(found[1])
+            for j in range(thread, visible, n_threads):
+                key = _sortable(scores[b, j])
+                if step == 0 or (key >> (shift + uint32(8))) == (prefix >> (shift + uint32(8))):
+                    cuda.atomic.add(counts, int32((key >> shift) & uint32(255)), 1)
+            cuda.syncthreads()
+            if thread == 0:
+                digit = _BINS - 1
+                while counts[digit] < wanted:
+                    wanted -= counts[digit]
+                    digit -= 1
+                found[0] = prefix | (uint32(digit) << shift)
+                found[1] = uint32(wanted)
+            cuda.syncthreads()
+        threshold = found[0]
+        wanted_ties = int32(found[1])
+        # A thread owns adjacent indices, so counts before it place its own picks in order.
+        share = (visible + n_threads - 1) // n_threads
+        low = min(thread * share, visible)
+        high = min(low + share, visible)
+        n_above = 0
+        n_ties = 0
+        for j in range(low, high):
+            key = _sortable(scores[b, j])
+            if key > threshold:
+                n_above += 1
+            elif key == threshold:
+                n_ties += 1
+        above[thread] = n_above
+        ties[thread] = n_ties
+        cuda.syncthreads()
+        if thread == 0:
+            sum_above = 0
+            sum_ties = 0
+            for i in range(n_threads):
+                a, e = above[i], ties[i]
+                above[i], ties[i] = sum_above, sum_ties
+                sum_above += a
+                sum_ties += e
+        cuda.syncthreads()
+        ties_before = ties[thread]
+        at = above[thread] + min(ties_before, wanted_ties)
+        for j in range(low, high):
+            key = _sortable(scores[b, j])
+            take = key > threshold
+            if key == threshold:
+                take = ties_before < wanted_ties
+                ties_before += 1
+            if take:
+                chosen[b, at] = j
+                at += 1
+
+    return select
