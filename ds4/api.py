@@ -8,6 +8,7 @@ between calls: stop iterating and nothing is half done.
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
@@ -26,13 +27,14 @@ from ds4.ids import Position, SessionId, StepId, Token
 from ds4.model.chat import ChatRenderer, Message, ThinkingMode
 from ds4.model.deepseek4.rounding import Rounding
 from ds4.model.deepseek4.shape import DeepSeek4Shape
-from ds4.model.deepseek4.tensors import load_shape
+from ds4.model.deepseek4.tensors import expected_tensors, load_shape
 from ds4.model.tokenizer import StreamDecoder, Tokenizer
-from ds4.sampling import SamplingParams
+from ds4.sampling import SamplingParams, log_softmax
 from ds4.steps import Chunk, Decode, RowResult, StepPlan, Want
 
 __all__ = [
     "BACKENDS",
+    "CPU_CHUNK",
     "DEFAULT_CONTEXT",
     "DEFAULT_PREFILL_CHUNK",
     "DEFAULT_SAMPLING",
@@ -47,6 +49,9 @@ __all__ = [
 BACKENDS = ("auto", "cpu", "cuda")
 DEFAULT_CONTEXT = 32768
 DEFAULT_PREFILL_CHUNK = 4096
+CPU_CHUNK = 256
+"""Most prompt tokens in one step on the CPU, which runs no more rows at once anyway: so progress is
+reported, and a stop is honoured, that often."""
 DEFAULT_SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, min_p=0.05)
 """The defaults of the DeepSeek V4 family."""
 
@@ -137,6 +142,8 @@ class Model:
       shape: sizes and constants.
       tokenizer: text to ids and back.
       chat: conversations to ids.
+      backend: the backend that runs it: `cpu` or `cuda`.
+      prefill_chunk: most prompt tokens in one step.
     """
 
     def __init__(
@@ -149,14 +156,22 @@ class Model:
         self.tokenizer = tokenizer
         self.chat = ChatRenderer.from_metadata(tokenizer, file.metadata)
         self.executor = executor
+        self.backend = "cpu"
+        self.prefill_chunk = min(options.prefill_chunk, CPU_CHUNK)
         self.steps = itertools.count(1)
         self._ids = itertools.count(1)
 
     @classmethod
-    def open(cls, options: ModelOptions) -> Self:
-        """Open a model; see `open_model`."""
-        path = options.path if options.path is not None else bundled_model()
-        file = GGUFFile.open(path)
+    def open(cls, options: ModelOptions, file: GGUFFile | None = None) -> Self:
+        """Open a model; see `open_model`.
+
+        Args:
+          options: how.
+          file: the file, if the caller has opened it already; the model closes it, also when
+            opening fails.
+        """
+        if file is None:
+            file = GGUFFile.open(options.path if options.path is not None else bundled_model())
         try:
             if options.n_ctx < 1:
                 raise ConfigError(f"n_ctx must be at least 1, got {options.n_ctx}")
@@ -182,6 +197,32 @@ class Model:
     def session(self, n_ctx: int | None = None) -> Session:
         """Open an empty timeline of `n_ctx` tokens (default: the model's option)."""
         return Session(self, SessionId(next(self._ids)), n_ctx or self.n_ctx)
+
+    def warm_weights(self) -> int:
+        """Read one byte of every page of the weights, so that no step waits for the disk.
+
+        Returns:
+          Bytes of the tensors read. Tensors that the model does not use are left alone.
+        """
+        total = 0
+        for name in expected_tensors(self.shape):
+            if name in self.file.tensors:
+                data = self.file.rows(name).reshape(-1)
+                data[:: mmap.PAGESIZE].max()
+                data[-1:].max()
+                total += int(data.size)
+        return total
+
+    def warm_up(self) -> None:
+        """Load or compile the backend's kernels now, by a prompt and a decoded token, thrown away.
+
+        Nothing depends on it; whoever measures time calls it first.
+        """
+        token = self.tokenizer.special.bos
+        with self.session(min(8, self.n_ctx)) as session:
+            for tokens in ([token] * 2, [token]):
+                if len(session) + len(tokens) <= session.n_ctx:
+                    session.feed(tokens)
 
     def generate(
         self,
@@ -297,7 +338,7 @@ class Session:
             return self._decode(Token(int(tokens[0])), sampling, want)
         pieces: list[NDArray[np.float32]] = []
         result: RowResult | None = None
-        chunk = self.model.options.prefill_chunk
+        chunk = self.model.prefill_chunk
         inner = want if want == Want.ALL_LOGITS else Want.NOTHING
         for at in range(0, len(tokens), chunk):
             if stop is not None and stop():
@@ -364,6 +405,48 @@ class Session:
             if stop is not None and stop():
                 return
             result = self.feed([result.token], sampling=sampling)
+
+    def score(
+        self,
+        tokens: Sequence[int],
+        *,
+        progress: Progress | None = None,
+        stop: Callable[[], bool] | None = None,
+    ) -> NDArray[np.float64]:
+        """Append tokens and return how likely the model found them.
+
+        Args:
+          tokens: ids, at least two; the first is not scored, since nothing stands before it.
+          progress: called after every chunk.
+          stop: asked before every chunk; True ends early.
+
+        Returns:
+          f64[n - 1], the log-probability of tokens[i + 1] after tokens[:i + 1] and what the
+          timeline held before; fewer when stopped early.
+
+        Raises:
+          ContextOverflow: the tokens do not fit; nothing is appended.
+          InvalidRequest: fewer than two tokens.
+        """
+        if len(tokens) < 2:
+            raise InvalidRequest(f"at least two tokens are needed to score one, got {len(tokens)}")
+        if len(self.tokens) + len(tokens) - 1 > self.n_ctx:
+            raise ContextOverflow(len(self.tokens) + len(tokens) - 1, self.n_ctx)
+        chunk = self.model.prefill_chunk
+        fed = tokens[:-1]  # nothing needs the last token's own logits
+        scores: list[float] = []
+        for at in range(0, len(fed), chunk):
+            if stop is not None and stop():
+                break
+            part = fed[at : at + chunk]
+            result = self.feed(part, want=Want.ALL_LOGITS)
+            if result is None or result.logits is None:
+                break
+            for row, logits in enumerate(result.logits):
+                scores.append(float(log_softmax(logits)[tokens[at + row + 1]]))
+            if progress is not None:
+                progress(at + len(part), len(fed))
+        return np.array(scores, np.float64)
 
     def rewind(self, length: int) -> None:
         """Cut the timeline to its first `length` tokens, exactly as if the rest had never been.

@@ -42,6 +42,23 @@ class ConfigError(Ds4Error, ValueError):
     code = "config"
 
 
+_MOST_SHOWN = 300
+
+
+def _line(value: object) -> str:
+    """Text of a file, however long or strange, as part of one printable line."""
+    text = " ".join(str(value)[: 2 * _MOST_SHOWN].split())
+    if len(text) > _MOST_SHOWN:
+        text = text[:_MOST_SHOWN] + "..."
+    return _printable(text)
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class ModelFileError(Ds4Error):
     """A model file cannot be used as it is.
 
@@ -70,8 +87,8 @@ class ModelFileError(Ds4Error):
         self.found = found
         self.offset = offset
         at = "" if offset is None else f" at byte {offset}"
-        text = f"{path}: {what}{at}: expected {expected}, found {found}"
-        super().__init__(" ".join(text.split()))
+        parts = f"{_line(what)}{at}: expected {_line(expected)}, found {_line(found)}"
+        super().__init__(f"{_printable(path)}: {parts}")
 
 
 class QuantFormatError(ModelFileError):
@@ -93,13 +110,19 @@ class SnapshotError(Ds4Error):
 
 
 class ProtocolError(Ds4Error):
-    """The control protocol was violated. Raised only as one of its two subclasses."""
+    """The control protocol was violated. Raised only as one of its two subclasses.
+
+    Args:
+      text: what was expected and what was found.
+      reason: stable name of the rule that was broken, as listed in docs/PROTOCOL.md.
+    """
 
     code = "protocol"
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, *, reason: str = "protocol") -> None:
         if type(self) is ProtocolError:
             raise TypeError("raise LocalProtocolError or RemoteProtocolError")
+        self.reason = reason
         super().__init__(text)
 
 

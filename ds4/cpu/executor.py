@@ -13,34 +13,20 @@ from numpy.typing import NDArray
 from ds4.collectives import Collective, SoloCollective
 from ds4.cpu.forward import Forward, Segment
 from ds4.cpu.state import SessionState
-from ds4.cpu.weights import N_SHARDS, Cut, Weights, shard_bounds
+from ds4.cpu.weights import Weights
 from ds4.errors import ConfigError, InvalidRequest
 from ds4.gguf import GGUFFile
 from ds4.ids import Position, SessionId
 from ds4.model.deepseek4.rounding import Rounding
-from ds4.model.deepseek4.shape import DeepSeek4Shape
 from ds4.model.deepseek4.tensors import load_shape
+from ds4.partition.ownership import Ownership
 from ds4.sampling import sample
 from ds4.steps import Chunk, Decode, RowResult, StepPlan, StepResult, Want
 
-__all__ = ["MAX_ROWS", "CpuExecutor", "whole_cut"]
+__all__ = ["MAX_ROWS", "CpuExecutor"]
 
 MAX_ROWS = 256
 """Most rows of one forward pass; longer plans run as several. Bounds memory, not results."""
-
-
-def whole_cut(shape: DeepSeek4Shape) -> Cut:
-    """The cut of a world of one under contiguous placement."""
-    bounds = shard_bounds(shape.n_experts)
-    shard_of = np.searchsorted(bounds, np.arange(shape.n_experts), side="right") - 1
-    shard_of = np.broadcast_to(shard_of.astype(np.int32), (shape.n_layers, shape.n_experts))
-    everything = (0, N_SHARDS)
-    return Cut(
-        attention=everything,
-        experts=everything,
-        vocabulary=everything,
-        shard_of=np.ascontiguousarray(shard_of),
-    )
 
 
 class CpuExecutor:
@@ -50,7 +36,7 @@ class CpuExecutor:
       file: an opened file; closed by `close`.
       rounding: activation rounding switch.
       threads: worker threads; None takes every core this process may use.
-      cut: this rank's shards; None for a world of one.
+      own: this rank's shards; None for a world of one.
       collective: how ranks join; None for a world of one.
 
     Raises:
@@ -64,7 +50,7 @@ class CpuExecutor:
         *,
         rounding: Rounding = Rounding.NONE,
         threads: int | None = None,
-        cut: Cut | None = None,
+        own: Ownership | None = None,
         collective: Collective | None = None,
     ) -> None:
         self.file = file
@@ -77,7 +63,7 @@ class CpuExecutor:
                 raise ConfigError(f"threads must be from 1 to {limit} here, got {threads}")
             numba.set_num_threads(threads)
         self.forward = Forward(
-            Weights(file, self.shape), cut or whole_cut(self.shape), self.collective, rounding
+            Weights(file, self.shape), own or Ownership.of(self.shape), self.collective, rounding
         )
         self._sessions: dict[SessionId, SessionState] = {}
         self._identity = hashlib.blake2b(

@@ -17,8 +17,10 @@ from numpy.typing import NDArray
 from ds4.collectives import Collective
 from ds4.cpu.kernels import attention, elementwise, matmul, moe
 from ds4.cpu.state import SessionState
-from ds4.cpu.weights import Compressor, Cut, LayerWeights, Matrix, Weights, shard_bounds
+from ds4.cpu.weights import Compressor, LayerWeights, Matrix, Weights, shard_bounds
 from ds4.model.deepseek4.rounding import Rounding, round_fp4_hadamard, round_fp8
+from ds4.partition.ownership import Ownership
+from ds4.partition.shards import N_SHARDS
 
 __all__ = ["Forward", "Segment"]
 
@@ -68,7 +70,7 @@ class Forward:
 
     Args:
       weights: the model.
-      cut: this rank's shards.
+      own: this rank's shards.
       collective: how parts are joined.
       rounding: activation rounding switch.
     """
@@ -76,28 +78,31 @@ class Forward:
     def __init__(
         self,
         weights: Weights,
-        cut: Cut,
+        own: Ownership,
         collective: Collective,
         rounding: Rounding = Rounding.NONE,
     ) -> None:
         self.weights = weights
-        self.cut = cut
+        self.own = own
         self.collective = collective
         self.rounding = rounding
         s = self.shape = weights.shape
         groups = shard_bounds(s.n_groups)
-        self.groups = (int(groups[cut.attention[0]]), int(groups[cut.attention[1]]))
+        self.groups = (int(groups[own.attention[0]]), int(groups[own.attention[1]]))
         self.heads = (
             self.groups[0] * s.n_heads // s.n_groups,
             self.groups[1] * s.n_heads // s.n_groups,
         )
         self.low_bounds = groups * s.group_rank
-        down = weights.layers[0].shared_down
-        self.lane_bounds = shard_bounds(s.d_expert // down.block_elements) * down.block_elements
-        owned = (cut.shard_of >= cut.experts[0]) & (cut.shard_of < cut.experts[1])
+        # Lanes follow the quant blocks of the down projection, whose type may differ by layer.
+        self.lane_bounds = [
+            shard_bounds(s.d_expert // w.shared_down.block_elements) * w.shared_down.block_elements
+            for w in weights.layers
+        ]
+        owned = (own.shard_of >= own.experts[0]) & (own.shard_of < own.experts[1])
         self.local = np.where(owned, np.arange(s.n_experts, dtype=np.int32), np.int32(-1))
         rows = shard_bounds(s.n_vocab)
-        self.vocab_rows = (int(rows[cut.vocabulary[0]]), int(rows[cut.vocabulary[1]]))
+        self.vocab_rows = (int(rows[own.vocabulary[0]]), int(rows[own.vocabulary[1]]))
         self.frequencies = (s.rope_window.frequencies(), s.rope_compressed.frequencies())
 
     # -- pieces ------------------------------------------------------------------------------
@@ -205,7 +210,7 @@ class Forward:
             a.kind, a.data, a.row_bytes, n_groups, g0, s.group_rank, s.group_width,
             heads, n_groups * s.group_width, n_rows, low,
         )  # fmt: skip
-        v0, v1 = self.cut.attention
+        v0, v1 = self.own.attention
         parts = np.empty((v1 - v0) * n_rows * s.d_model, np.float32)
         matmul.matmul_shards(
             b.kind, b.data, b.row_bytes, b.block_elements, b.block_bytes, self.low_bounds, v0, v1,
@@ -214,7 +219,7 @@ class Forward:
         y = np.empty(n_rows * s.d_model, np.float32)
         matmul.tree_join(parts, v1 - v0, y.size, y)
         # Replicated attention (expert parallelism) has the whole sum already.
-        return y if v1 - v0 == 8 else self.collective.join(y)
+        return y if v1 - v0 == N_SHARDS else self.collective.join(y)
 
     def _pool_inputs(
         self, c: Compressor | None, u: Floats, n_rows: int
@@ -316,18 +321,20 @@ class Forward:
             w.down.kind, w.down.data, w.down.row_bytes, s.n_experts, s.d_model, s.d_expert,
             h, offsets, slots, y,
         )  # fmt: skip
-        v0, v1 = self.cut.experts
-        shared = self._shared(w, u, n_rows, clamp)
+        v0, v1 = self.own.experts
+        shared = self._shared(index, u, n_rows, clamp)
         out = np.empty(n_rows * s.d_model, np.float32)
         moe.combine(
-            y, ids, self.cut.shard_of[index], shared, n_rows, s.n_used, s.d_model, v0, v1, out
+            y, ids, self.own.shard_of[index], shared, n_rows, s.n_used, s.d_model, v0, v1, out
         )
         return self.collective.join(out)
 
-    def _shared(self, w: LayerWeights, u: Floats, n_rows: int, clamp: np.float32) -> Floats:
+    def _shared(self, index: int, u: Floats, n_rows: int, clamp: np.float32) -> Floats:
         """Partial sums of the shared expert over this rank's lanes, f32[shards * R * D]."""
-        v0, v1 = self.cut.experts
-        lanes = (int(self.lane_bounds[v0]), int(self.lane_bounds[v1]))
+        w = self.weights.layers[index]
+        bounds = self.lane_bounds[index]
+        v0, v1 = self.own.experts
+        lanes = (int(bounds[v0]), int(bounds[v1]))
         a = self._product(w.shared_gate, u, n_rows, lanes)
         b = self._product(w.shared_up, u, n_rows, lanes)
         moe.swiglu_rows(a, b, a.size, clamp, a)
@@ -335,7 +342,7 @@ class Forward:
         parts = np.empty((v1 - v0) * n_rows * down.n_out, np.float32)
         matmul.matmul_shards(
             down.kind, down.data, down.row_bytes, down.block_elements, down.block_bytes,
-            self.lane_bounds, v0, v1, down.n_out, a, lanes[1] - lanes[0], n_rows, parts,
+            bounds, v0, v1, down.n_out, a, lanes[1] - lanes[0], n_rows, parts,
         )  # fmt: skip
         return parts
 

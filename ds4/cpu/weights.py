@@ -15,27 +15,9 @@ from ds4.errors import ConfigError
 from ds4.gguf import GGUFFile, dequantize
 from ds4.model.deepseek4.shape import DeepSeek4Shape
 from ds4.model.deepseek4.tensors import check_hash_table
+from ds4.partition.shards import N_SHARDS
 
-__all__ = ["Compressor", "Cut", "LayerWeights", "Matrix", "Weights"]
-
-N_SHARDS = 8
-
-
-@attrs.frozen(kw_only=True)
-class Cut:
-    """Which canonical shards of each kind of sum a rank owns, as half-open ranges.
-
-    Attributes:
-      attention: shards of output groups; (0, 8) where attention is replicated.
-      experts: shards of routed experts and shared lanes.
-      vocabulary: shards of output rows; (0, 8) where the head is replicated.
-      shard_of: i32[L, E], the shard each expert belongs to.
-    """
-
-    attention: tuple[int, int]
-    experts: tuple[int, int]
-    vocabulary: tuple[int, int]
-    shard_of: NDArray[np.int32]
+__all__ = ["Compressor", "LayerWeights", "Matrix", "Weights"]
 
 
 @attrs.frozen(kw_only=True)

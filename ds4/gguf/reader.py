@@ -43,13 +43,13 @@ __all__ = ["GGUFFile", "StringArray", "TensorInfo", "Value"]
 Value: TypeAlias = bool | int | float | str | NDArray[Any] | StringArray
 
 # A real header is 2 to 12 MB, nearly all of it vocabulary. The limits keep a hostile or sparse
-# file, whose zeros can pass for any number of empty strings, below 300 MB of memory.
-MAX_HEADER_BYTES: Final = 64 << 20
-MAX_KEYS: Final = 1 << 16
+# file, whose zeros can pass for any number of empty strings, to about 100 MB of memory.
+MAX_HEADER_BYTES: Final = 32 << 20
+MAX_KEYS: Final = 1 << 14
 MAX_TENSORS: Final = 1 << 16
 MAX_KEY_BYTES: Final = (1 << 16) - 1
 MAX_NAME_BYTES: Final = 255
-MAX_STRING_BYTES: Final = 16 << 20
+MAX_STRING_BYTES: Final = 4 << 20
 MAX_STRINGS: Final = 1 << 21  # of one array; the largest published vocabularies have 2**18
 _SHOWN_CHARACTERS: Final = 80
 
@@ -270,6 +270,8 @@ def _map(path: str) -> mmap.mmap:
 def _show(text: str) -> str:
     """Text of a file, made fit for one line of an error message."""
     short = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    if short.isprintable():
+        return short
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 

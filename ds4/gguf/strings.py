@@ -107,5 +107,5 @@ class StringArray(Sequence[str]):
     __hash__ = None  # type: ignore[assignment]  # equal to lists, which have no hash
 
     def __repr__(self) -> str:
-        head = ", ".join(repr(text) for text in self[:3])
+        head = ", ".join(repr(text[:40]) for text in self[:3])
         return f"StringArray([{head}{', ...' if len(self) > 3 else ''}], n={len(self)})"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -284,13 +284,22 @@ class Tokenizer:
         if not special:
             return self._encode_span(text)
         ids: list[int] = []
+        for span, token in self.split_special(text):
+            ids.extend(self._encode_span(span) if token is None else [token])
+        return ids
+
+    def split_special(self, text: str) -> Iterator[tuple[str, int | None]]:
+        """Split text at special-token strings, longest match first.
+
+        Yields:
+          Each special string with its id and, in place, each non-empty span between with None.
+        """
         # The pattern is one group: odd items are special strings, even ones the spans between.
         for index, span in enumerate(self._special_pattern.split(text)):
             if index % 2:
-                ids.append(self._special_ids[span])
+                yield span, self._special_ids[span]
             elif span:
-                ids.extend(self._encode_span(span))
-        return ids
+                yield span, None
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD.
@@ -313,6 +322,11 @@ class Tokenizer:
     def is_control(self, token: int) -> bool:
         """Whether a token structures the stream instead of being part of its text."""
         return token in self._control
+
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """The strings that `encode` with `special` recognises."""
+        return tuple(self._special_ids)
 
     def special_id(self, text: str) -> int | None:
         """Id of the special token spelled `text`, or None."""

@@ -17,12 +17,16 @@ misspelt key cannot silently mean the default.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
-from ds4.errors import ConfigError
-from ds4.partition.placement import LayerPlacement, Placement
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["dump_placement", "load_placement", "parse_placement"]
+from ds4.errors import ConfigError
+from ds4.partition.placement import LayerPlacement, Placement, hash_layer_load
+
+__all__ = ["dump_placement", "load_placement", "parse_placement", "placement_for"]
 
 _FORMAT = "ds4-placement"
 _VERSION = 1
@@ -113,6 +117,34 @@ def load_placement(path: Path, *, n_layers: int, n_experts: int) -> Placement:
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"{path}: larger than {_MAX_BYTES} bytes, so no placement")
     return parse_placement(text, n_layers=n_layers, n_experts=n_experts, source=str(path))
+
+
+def placement_for(
+    option: str,
+    *,
+    n_layers: int,
+    n_experts: int,
+    hash_tables: Mapping[int, NDArray[np.integer]],
+) -> Placement:
+    """Placement that `--ep-placement` asks for.
+
+    Args:
+      option: `contiguous`, `balanced`, or the path of a placement file. Balanced applies to hash
+        layers, whose load follows from their table; scored layers have no load before one is
+        measured, so they stay contiguous.
+      n_layers: layers of the model.
+      n_experts: routed experts per layer.
+      hash_tables: layer to its token-to-expert table, int[V, K].
+
+    Raises:
+      ConfigError: the file or a table is wrong.
+    """
+    if option == "contiguous":
+        return Placement.contiguous(n_layers, n_experts)
+    if option == "balanced":
+        loads = {layer: hash_layer_load(t, n_experts) for layer, t in hash_tables.items()}
+        return Placement.balanced(n_layers, n_experts, loads)
+    return load_placement(Path(option), n_layers=n_layers, n_experts=n_experts)
 
 
 def dump_placement(placement: Placement) -> str:

@@ -85,7 +85,7 @@ BAD_FILES = {
     "key behind the end": (File(keys=[u64(60000) + b"abc"]), "key 0 at byte 32: .* 60000 bytes"),
     "string of 2^63 bytes": (
         File(keys=[key("s", u32(ValueType.STRING) + u64(2**63))]),
-        "key s length at byte 37: expected at most 16777216 bytes",
+        "key s length at byte 37: expected at most 4194304 bytes",
     ),
     "string behind the end": (
         File(keys=[key("s", u32(ValueType.STRING) + u64(5000))]),
@@ -105,7 +105,7 @@ BAD_FILES = {
     ),
     "string in an array of 2^63 bytes": (
         File().with_key("n", array(ValueType.STRING, string("a") + u64(2**63), 2)),
-        r"key n\[1\] length at byte 239: expected at most 16777216 bytes, found 92233",
+        r"key n\[1\] length at byte 239: expected at most 4194304 bytes, found 92233",
     ),
     "string in an array behind the end": (
         File().with_key("n", array(ValueType.STRING, string("a") + u64(9999), 2)),
@@ -354,3 +354,18 @@ def test_bytes_behind_the_last_tensor_are_no_error(tmp_path):
     path.write_bytes(File().build() + b"trailer")
     with GGUFFile.open(path) as file:
         assert list(file.tensors) == ["first", "second"]
+
+
+def test_a_path_with_a_newline_and_two_spaces_stays_one_recognisable_line(tmp_path):
+    with pytest.raises(ModelFileError) as caught:
+        GGUFFile.open(tmp_path / "a\nb  c.gguf")
+    assert str(caught.value).startswith(f"{tmp_path}/a\\nb  c.gguf: model file: expected")
+    assert caught.value.path == f"{tmp_path}/a\nb  c.gguf"
+
+
+def test_a_very_long_value_is_cut_in_the_error_text():
+    text = str(ModelFileError("m.gguf", "key k", expected="a number", found="x\n\0" * 10**6))
+    assert len(text) < 1000
+    assert text.isprintable()
+    assert text.startswith("m.gguf: key k: expected a number, found x \\x00x \\x00")
+    assert text.endswith("...")

@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from ds4.errors import ConfigError
 from ds4.partition.placement import LayerPlacement, Placement, hash_layer_load, imbalance
-from ds4.partition.placement_file import dump_placement, load_placement, parse_placement
+from ds4.partition.placement_file import (
+    dump_placement,
+    load_placement,
+    parse_placement,
+    placement_for,
+)
 from ds4.partition.shards import N_SHARDS, WORLDS, shard_blocks
 
 loads = st.lists(st.floats(0, 1e6), min_size=1, max_size=64)
@@ -218,6 +223,15 @@ def test_bad_hash_tables_are_refused(table, frequency, text):
         hash_layer_load(table, 16, frequency)
 
 
+def test_balancing_a_uniform_hash_table_gains_exactly_nothing():
+    table = np.arange(32 * 6).reshape(-1, 6) % 32
+    load = hash_layer_load(table, 32)
+    assert set(load.tolist()) == {6.0}
+    for world in WORLDS:
+        before = imbalance(LayerPlacement.contiguous(32), load, world)
+        assert before - imbalance(LayerPlacement.balanced(load), load, world) == 0.0
+
+
 # --- files -------------------------------------------------------------------------------------
 
 
@@ -292,3 +306,17 @@ def test_a_missing_or_huge_file_is_refused_by_path(tmp_path):
 def test_bytes_that_are_not_utf8_are_refused():
     with pytest.raises(ConfigError, match="not JSON"):
         parse_placement(b"\xff\xfe\xfa{", n_layers=1, n_experts=8)
+
+
+def test_the_option_names_a_rule_or_a_file(tmp_path):
+    table = np.array([[0, 1], [0, 2], [0, 3], [1, 2]])
+    sizes = {"n_layers": 3, "n_experts": 16, "hash_tables": {1: table}}
+    assert placement_for("contiguous", **sizes) == Placement.contiguous(3, 16)
+    balanced = placement_for("balanced", **sizes)
+    assert balanced.layers[0].is_contiguous
+    assert balanced.layers[1] == LayerPlacement.balanced([3.0, 2.0, 2.0, 1.0] + [0.0] * 12)
+    path = tmp_path / "mine.json"
+    path.write_text(dump_placement(balanced))
+    assert placement_for(str(path), **sizes) == balanced
+    with pytest.raises(ConfigError, match="ballanced: cannot read the placement"):
+        placement_for("ballanced", **sizes)

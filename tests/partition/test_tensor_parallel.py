@@ -181,7 +181,7 @@ def models(draw):
     return sizes, tensors_of(sizes, shared=shared), placement
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(models(), st.sampled_from(Mode))
 def test_ranks_together_keep_every_byte_and_share_none_of_a_cut_tensor(model, mode):
     sizes, tensors, placement = model
@@ -197,7 +197,7 @@ def test_ranks_together_keep_every_byte_and_share_none_of_a_cut_tensor(model, mo
                     assert intervals([plan], name) == [[info.offset, info.offset + info.n_bytes]]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(models(), st.sampled_from(Mode), st.sampled_from(WORLDS), st.data())
 def test_the_bytes_of_a_slice_are_the_slice_of_the_array(model, mode, world, data):
     """Reading the ranges in order gives exactly the rows, columns or experts that are promised."""
@@ -227,7 +227,7 @@ def test_the_bytes_of_a_slice_are_the_slice_of_the_array(model, mode, world, dat
     assert s.n_bytes == got.size
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(models(), st.sampled_from(Mode))
 def test_every_shard_means_the_same_weights_in_every_world(model, mode):
     sizes, tensors, placement = model

@@ -52,7 +52,7 @@ def _nearest_even(
 def _rounded_blocks(
     x: NDArray[Float], block: int, top: float, floor: float, mantissa: int, min_exponent: int
 ) -> NDArray[Float]:
-    blocks = x.reshape(*x.shape[:-1], -1, block).astype(np.float64)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block, block).astype(np.float64)
     amax = np.maximum(np.abs(blocks).max(axis=-1, keepdims=True), floor)
     scale = _power_of_two_scale(amax, top)
     codes = _nearest_even(np.clip(blocks / scale, -top, top), mantissa, min_exponent)
@@ -79,7 +79,7 @@ def hadamard(x: NDArray[Float]) -> NDArray[Float]:
     y = x.copy()
     step = 1
     while step < width:
-        pairs = y.reshape(*x.shape[:-1], -1, 2, step)
+        pairs = y.reshape(*x.shape[:-1], width // (2 * step), 2, step)
         y = np.stack(
             (pairs[..., 0, :] + pairs[..., 1, :], pairs[..., 0, :] - pairs[..., 1, :]), axis=-2
         ).reshape(x.shape)

@@ -180,9 +180,21 @@ class _Reader:
             raise self.error(key, "a value", "no such key")
         return key, self.metadata[key]
 
+    def scalar(self, key: str, default: object) -> object:
+        """One value that is no array, so that it can be compared; `default` without the key."""
+        value = self.metadata.get(key, default)
+        if value is not None and not isinstance(value, (bool, int, float, str)):
+            raise self.error(key, "a single value", f"an array ({type(value).__name__})")
+        return value
+
     def integer(self, name: str, low: int = 1, high: int = 2**31 - 1, **kw: str) -> int:
         key, value = self.get(name, **kw)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or value != int(value)
+        ):
             raise self.error(key, "a whole number", repr(value))
         if not low <= value <= high:
             raise self.error(key, f"{low} to {high}", int(value))
@@ -200,18 +212,19 @@ class _Reader:
         key, value = self.get(name)
         if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
             raise self.error(key, f"an array of at least {count} numbers", type(value).__name__)
-        items = list(value)  # type: ignore[call-overload]  # has __len__, so it is a sequence
-        if len(items) < count:
-            raise self.error(key, f"at least {count} entries", len(items))
+        if len(value) < count:
+            raise self.error(key, f"at least {count} entries", len(value))
+        # Cut before it becomes a list: a hostile array can have millions of entries.
+        items = value[:count]  # type: ignore[index]  # has __len__, so it is a sequence
         out: list[float] = []
-        for item in items[:count]:
-            if isinstance(item, (bool, str)) or not math.isfinite(float(item)):
+        for item in items:
+            if isinstance(item, (bool, np.bool_, str)) or not math.isfinite(float(item)):
                 raise self.error(key, "finite numbers", repr(item))
             out.append(float(item))
         return out
 
     def shape(self) -> DeepSeek4Shape:
-        architecture = self.metadata.get("general.architecture")
+        architecture = self.scalar("general.architecture", None)
         if architecture != ARCHITECTURE:
             raise self.unsupported("general.architecture", repr(ARCHITECTURE), repr(architecture))
         self._refuse_variants()
@@ -247,7 +260,7 @@ class _Reader:
             key = f"{ARCHITECTURE}.expert_used_count"
             raise self.error(key, f"at most {n_experts} experts", n_used)
         window_rope = Rope(
-            base=self.number("rope.freq_base", 1.0),
+            base=self.number("rope.freq_base", 1.001),
             factor=1.0,
             original_context=1,
             beta_fast=32.0,
@@ -255,7 +268,7 @@ class _Reader:
             n_dims=rope_dim,
         )
         compressed_rope = Rope(
-            base=self.number("attention.compress_rope_freq_base", 1.0),
+            base=self.number("attention.compress_rope_freq_base", 1.001),
             factor=self.number("rope.scaling.factor", 1.0),
             original_context=self.integer("rope.scaling.original_context_length"),
             beta_fast=self.number("rope.scaling.yarn_beta_fast", 1e-3),
@@ -288,7 +301,7 @@ class _Reader:
             d_expert=self.integer("expert_feed_forward_length"),
             n_hash_layers=self.integer("hash_layer_count", low=0, high=n_layers),
             expert_scale=self.number("expert_weights_scale"),
-            clamp=tuple(self.numbers("swiglu_clamp_exp", n_layers)),
+            clamp=self.clamp(n_layers),
             rope_window=window_rope,
             rope_compressed=compressed_rope,
         )
@@ -300,13 +313,13 @@ class _Reader:
 
     def _refuse_variants(self) -> None:
         """Refuse what looks like this family but is computed differently."""
-        if self.metadata.get("reap.enabled"):
+        if self.scalar("reap.enabled", False):
             raise self.unsupported("reap.enabled", "an unpruned model", "a pruned (REAP) file")
         for name in ("expert_group_count", "expert_group_used_count"):
             key = f"{ARCHITECTURE}.{name}"
-            if self.metadata.get(key, 0) not in (0, None):
+            if self.scalar(key, 0) not in (0, None):
                 raise self.unsupported(key, "0 or absent", self.metadata[key])
-        gating = self.metadata.get(f"{ARCHITECTURE}.expert_gating_func", 4)
+        gating = self.scalar(f"{ARCHITECTURE}.expert_gating_func", _SQRT_SOFTPLUS)
         if gating != _SQRT_SOFTPLUS:
             raise self.unsupported(
                 f"{ARCHITECTURE}.expert_gating_func", "4 (sqrt-softplus)", gating
@@ -314,15 +327,14 @@ class _Reader:
         key, norm = self.get("expert_weights_norm")
         if norm is not True:
             raise self.unsupported(key, True, norm)
-        scaling = self.metadata.get(f"{ARCHITECTURE}.rope.scaling.type", "yarn")
+        scaling = self.scalar(f"{ARCHITECTURE}.rope.scaling.type", "yarn")
         if scaling != "yarn":
             raise self.unsupported(f"{ARCHITECTURE}.rope.scaling.type", "'yarn'", repr(scaling))
-        shared = self.metadata.get(f"{ARCHITECTURE}.swiglu_clamp_shexp")
-        if shared is not None:
-            own = self.metadata.get(f"{ARCHITECTURE}.swiglu_clamp_exp")
-            if not np.array_equal(np.asarray(shared), np.asarray(own)):
-                raise self.unsupported(
-                    f"{ARCHITECTURE}.swiglu_clamp_shexp",
-                    "the same as swiglu_clamp_exp",
-                    "other values",
-                )
+
+    def clamp(self, n_layers: int) -> tuple[float, ...]:
+        """Per-layer clamp. Other writers repeat it for the shared expert; it must be the same."""
+        clamp = tuple(self.numbers("swiglu_clamp_exp", n_layers))
+        key = f"{ARCHITECTURE}.swiglu_clamp_shexp"
+        if key in self.metadata and tuple(self.numbers("swiglu_clamp_shexp", n_layers)) != clamp:
+            raise self.unsupported(key, "the same as swiglu_clamp_exp", "other values")
+        return clamp

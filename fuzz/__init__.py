@@ -1,0 +1,1 @@
+"""Fuzz targets and the runner that drives them; see `fuzz/README.md`."""
