@@ -49,6 +49,8 @@ __all__ = [
 BACKENDS = ("auto", "cpu", "cuda")
 DEFAULT_CONTEXT = 32768
 DEFAULT_PREFILL_CHUNK = 4096
+AUTO_CUDA_BYTES = 1 << 30
+"""Smallest file for which backend `auto` looks for a CUDA device."""
 CPU_CHUNK = 256
 """Most prompt tokens in one step on the CPU, which runs no more rows at once anyway: so progress is
 reported, and a stop is honoured, that often."""
@@ -147,7 +149,12 @@ class Model:
     """
 
     def __init__(
-        self, options: ModelOptions, file: GGUFFile, executor: StepExecutor, tokenizer: Tokenizer
+        self,
+        options: ModelOptions,
+        file: GGUFFile,
+        executor: StepExecutor,
+        tokenizer: Tokenizer,
+        backend: str = "cpu",
     ) -> None:
         self.options = options
         self.file = file
@@ -156,8 +163,9 @@ class Model:
         self.tokenizer = tokenizer
         self.chat = ChatRenderer.from_metadata(tokenizer, file.metadata)
         self.executor = executor
-        self.backend = "cpu"
-        self.prefill_chunk = min(options.prefill_chunk, CPU_CHUNK)
+        self.backend = backend
+        limit = CPU_CHUNK if backend == "cpu" else options.prefill_chunk
+        self.prefill_chunk = min(options.prefill_chunk, limit)
         self.steps = itertools.count(1)
         self._ids = itertools.count(1)
 
@@ -184,7 +192,9 @@ class Model:
                     expected=f"{shape.n_vocab} tokens, as the embedding has rows",
                     found=tokenizer.n_vocab,
                 )
-            return cls(options, file, _executor(options, file), tokenizer)
+            backend = _backend(options, file)
+            n_ctx = min(options.n_ctx, shape.n_ctx_train)
+            return cls(options, file, _executor(options, file, backend, n_ctx), tokenizer, backend)
         except BaseException:
             file.close()
             raise
@@ -276,10 +286,32 @@ class Model:
         self.close()
 
 
-def _executor(options: ModelOptions, file: GGUFFile) -> StepExecutor:
-    if options.backend == "cuda":
-        raise ConfigError("backend cuda is not available in this build; use auto or cpu")
+def _backend(options: ModelOptions, file: GGUFFile) -> str:
+    """The backend that `auto` means: cuda for large models where a device can be used, else cpu.
+
+    CUDA kernels are compiled at start, which takes longer than a small model's whole answer.
+    """
+    if options.backend != "auto":
+        return options.backend
+    if file.file_bytes < AUTO_CUDA_BYTES or options.rounding is not Rounding.NONE:
+        return "cpu"
+    from ds4.cuda.device import is_available
+
+    return "cuda" if is_available() else "cpu"
+
+
+def _executor(options: ModelOptions, file: GGUFFile, backend: str, n_ctx: int) -> StepExecutor:
     # Numba is imported only when a model is really run.
+    if backend == "cuda":
+        # The device first: what is missing must be said before any kernel module is imported.
+        from ds4.cuda.device import require_packages
+
+        require_packages()
+        from ds4.cuda.executor import CudaExecutor, CudaOptions
+
+        return CudaExecutor.from_file(
+            file, options=CudaOptions(max_context=n_ctx), rounding=options.rounding
+        )
     from ds4.cpu.executor import CpuExecutor
 
     return CpuExecutor(file, rounding=options.rounding, threads=options.threads)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from cuda.bindings import driver
 from cuda.core import Device as CoreDevice
 from cuda.core import EventOptions
-from numba import cuda
-from numba.cuda.cudadrv.error import CudaDriverError, CudaSupportError
 from numpy.typing import NDArray
 
 from ds4.cuda.device import Device, Launch, Replay, out_of_memory
 from ds4.errors import DeviceError
+
+cuda: Final[Any] = importlib.import_module("numba.cuda")
+_errors: Final[Any] = importlib.import_module("numba.cuda.cudadrv.error")
+
+try:
+    _TIMED = EventOptions(timing_enabled=True)
+except TypeError:  # the name before cuda-core 1.1
+    _TIMED = EventOptions(enable_timing=True)
 
 
 def _check(operation: str, result: Any) -> Any:
@@ -49,7 +56,7 @@ class RealDevice(Device):
     def __init__(self, ordinal: int) -> None:
         try:
             n_devices = len(cuda.gpus)
-        except (CudaSupportError, CudaDriverError) as error:
+        except (_errors.CudaSupportError, _errors.CudaDriverError) as error:
             raise DeviceError(f"no CUDA device can be used: {error}") from error
         if not 0 <= ordinal < n_devices:
             raise DeviceError(f"no CUDA device {ordinal}: this process sees {n_devices}")
@@ -118,7 +125,7 @@ class RealDevice(Device):
         return _Graph(graph, self.stream)
 
     def timestamp(self) -> Any:
-        return self.stream.record(options=EventOptions(timing_enabled=True))
+        return self.stream.record(options=_TIMED)
 
     def wait(self, mark: Any) -> None:
         mark.sync()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,9 +33,9 @@ class _Recorded:
 class SimulatedDevice(Device):
     """Kernels run as Python threads on NumPy arrays; every copy is immediate."""
 
-    def __init__(self, cuda: Any, ordinal: int) -> None:
+    def __init__(self, ordinal: int) -> None:
         super().__init__(ordinal, "Numba CUDA simulator")
-        self._cuda = cuda
+        self._cuda: Any = importlib.import_module("numba.cuda")
         self.is_simulated = True
         self._used = 0
 

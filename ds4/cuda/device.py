@@ -10,6 +10,7 @@ Ownership: a `Device` is created, used and closed by one thread; handles are giv
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -18,7 +19,16 @@ from numpy.typing import NDArray
 
 from ds4.errors import ConfigError, DeviceError, OutOfDeviceMemory
 
-__all__ = ["Device", "Launch", "Operand", "Replay", "check_operands", "is_available", "open_device"]
+__all__ = [
+    "Device",
+    "Launch",
+    "Operand",
+    "Replay",
+    "check_operands",
+    "is_available",
+    "open_device",
+    "require_packages",
+]
 
 
 @attrs.frozen
@@ -195,24 +205,16 @@ def open_device(ordinal: int = 0) -> Device:
     """Open a CUDA device, or the simulator's when `NUMBA_ENABLE_CUDASIM=1`.
 
     Raises:
-      ConfigError: numba-cuda or cuda-core is not installed.
-      DeviceError: no driver, or no such device.
+      ConfigError: see `require_packages`.
+      DeviceError: no such device.
     """
-    try:
-        from numba import cuda
-        from numba.core import config
-    except ImportError as error:
-        raise ConfigError(f"backend cuda needs numba: {error}") from error
-    if config.ENABLE_CUDASIM:
+    require_packages()
+    if _is_simulated():
         from ds4.cuda._device_simulated import SimulatedDevice
 
-        return SimulatedDevice(cuda, ordinal)
-    try:
-        from ds4.cuda._device_real import RealDevice
-    except ImportError as error:
-        raise ConfigError(
-            f"backend cuda needs the packages of the extra 'cuda' (pip install 'ds4[cuda]'): {error}"
-        ) from error
+        return SimulatedDevice(ordinal)
+    from ds4.cuda._device_real import RealDevice
+
     return RealDevice(ordinal)
 
 
@@ -224,14 +226,43 @@ def out_of_memory(what: str, wanted: int, free: int) -> OutOfDeviceMemory:
     )
 
 
+def require_packages() -> None:
+    """Check that the CUDA backend can run here, before any kernel module is imported.
+
+    Raises:
+      ConfigError: a package of the extra `cuda` is missing, or there is no device; says which.
+    """
+    if _is_simulated():
+        return
+    missing = [
+        name for name in ("numba_cuda", "cuda.core", "cuda.bindings") if not _is_installed(name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"backend cuda needs the packages of the extra 'cuda' (pip install 'ds4[cuda]'); "
+            f"missing: {', '.join(missing)}"
+        )
+    cuda: Any = importlib.import_module("numba.cuda")
+    if not cuda.is_available():
+        raise ConfigError("backend cuda needs a CUDA device, and this process sees none")
+
+
+def _is_simulated() -> bool:
+    config: Any = importlib.import_module("numba.core.config")
+    return bool(config.ENABLE_CUDASIM)
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        return False
+
+
 def is_available() -> bool:
-    """Whether a CUDA device (or its simulator) can be opened here; imports no model code."""
+    """Whether `require_packages` would pass."""
     try:
-        from numba import cuda
-    except ImportError:
+        require_packages()
+    except ConfigError:
         return False
-    try:
-        available: bool = cuda.is_available()
-    except (OSError, RuntimeError):
-        return False
-    return available
+    return True

@@ -10,8 +10,6 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.cpu.executor import whole_cut
-from ds4.cpu.weights import Cut
 from ds4.cuda.device import Device, open_device
 from ds4.cuda.graph import BUCKETS, Buckets, bucket_of
 from ds4.cuda.join import DeviceJoin, SoloJoin
@@ -26,6 +24,7 @@ from ds4.gguf import GGUFFile
 from ds4.ids import Position, SessionId, Token
 from ds4.model.deepseek4.rounding import Rounding
 from ds4.model.deepseek4.tensors import load_shape
+from ds4.partition.ownership import Ownership
 from ds4.sampling import sample
 from ds4.steps import Chunk, Decode, RowResult, StepPlan, StepResult, Want
 
@@ -64,7 +63,7 @@ class CudaExecutor:
       identity: of model and switches; part of every snapshot.
       options: use of the device.
       rounding: activation rounding switch; only `none` runs on CUDA.
-      cut: this rank's shards; None for a world of one.
+      own: this rank's shards; None for a world of one.
       join: how ranks add their partial sums; None for a world of one.
       file: closed by `close`, where the source reads one.
 
@@ -80,7 +79,7 @@ class CudaExecutor:
         *,
         options: CudaOptions | None = None,
         rounding: Rounding = Rounding.NONE,
-        cut: Cut | None = None,
+        own: Ownership | None = None,
         join: DeviceJoin | None = None,
         file: GGUFFile | None = None,
     ) -> None:
@@ -97,7 +96,7 @@ class CudaExecutor:
         self._sessions: dict[SessionId, DeviceSession] = {}
         self.device: Device = open_device(opts.ordinal)
         try:
-            self._build(source, cut or whole_cut(self.shape))
+            self._build(source, own or Ownership.of(self.shape))
         except BaseException:
             self.device.close()
             raise
@@ -109,7 +108,7 @@ class CudaExecutor:
         *,
         options: CudaOptions | None = None,
         rounding: Rounding = Rounding.NONE,
-        cut: Cut | None = None,
+        own: Ownership | None = None,
         join: DeviceJoin | None = None,
     ) -> Self:
         """Run an opened file; closed by `close`. Snapshots fit the CPU backend's and back.
@@ -121,14 +120,14 @@ class CudaExecutor:
         ).digest()
         source = FileSource(file, load_shape(file))
         return cls(
-            source, identity, options=options, rounding=rounding, cut=cut, join=join, file=file
+            source, identity, options=options, rounding=rounding, own=own, join=join, file=file
         )
 
     # -- construction ------------------------------------------------------------------------
 
-    def _build(self, source: WeightSource, cut: Cut) -> None:
+    def _build(self, source: WeightSource, own: Ownership) -> None:
         opts, s, device = self.options, self.shape, self.device
-        if cut.vocabulary != (0, 8):
+        if own.vocabulary != (0, 8):
             raise ConfigError("a rank with part of the vocabulary cannot run on CUDA yet")
         limits = StepLimits(
             max_rows=BUCKETS[-1],
@@ -138,7 +137,7 @@ class CudaExecutor:
         )
         self.limits = limits
         layout = MemoryLayout()
-        Workspace(DeviceWeights(source, cut, layout), limits, layout)
+        Workspace(DeviceWeights(source, own, layout), limits, layout)
         one = SessionPool.session_elements(s, limits.max_context, limits.checkpoints)
         free, _ = device.memory()
         room = (free - layout.total_bytes - _RESERVE_BYTES) // (4 * one)
@@ -155,7 +154,7 @@ class CudaExecutor:
         arena = Arena(device, layout)
         again, uploader = MemoryLayout(), Uploader(device)
         # The same reservations in the same order: every array comes to lie where it was planned.
-        self.weights = DeviceWeights(source, cut, again, arena, uploader)
+        self.weights = DeviceWeights(source, own, again, arena, uploader)
         self.space = Workspace(self.weights, limits, again, arena)
         used = again.total_bytes
         if used != state_place.offset:

@@ -15,8 +15,8 @@ import numpy as np
 from ds4.cuda.device import Device, Launch
 from ds4.cuda.kernels import f32_matmul
 from ds4.cuda.kernels.experts_up import ExpertShape
-from ds4.cuda.kernels.moe_matmul import Experts as PackedExperts
 from ds4.cuda.kernels.moe_matmul import ExpertBuffers, ExpertTables, ExpertWeights
+from ds4.cuda.kernels.moe_matmul import Experts as PackedExperts
 from ds4.cuda.kernels.quant_matmul import (
     Activations,
     DeviceMatrix,

@@ -5,8 +5,8 @@ eagerly, one by one, or from a captured graph; nothing in them depends on the st
 lies in the meta array (see `workspace.META_FIELDS`).
 
 Order of a layer: mix, collapse, input projections, prepare (norms, rotation, compressors), query
-projections, indexer, attention, output projections, append; mix, collapse, router and shared
-projections, route, experts.
+projections, indexer, attention (which ends by appending to the state), output projections; mix,
+collapse, router and shared projections, route, experts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ds4.gguf import QuantType
 
 __all__ = ["Program"]
 
-_COLLAPSE_WARPS = 8
+_MAX_COLLAPSE_WARPS = 16
 
 
 class Program:
@@ -124,8 +124,9 @@ class Program:
         rows = self.wanted if is_head else self.every_row
         target, out = (space.head_x, space.head_u) if is_head else (space.x, space.u)
         n_parts = -(-s.d_model // hyper.MIX_COLUMNS)
+        warps = max(1, min(_MAX_COLLAPSE_WARPS, s.d_model // 128))
         collapse = hyper.collapse_kernel(
-            s.d_model, n_mix, _COLLAPSE_WARPS, s.sinkhorn_iterations, s.hc_eps, s.rms_eps
+            s.d_model, n_mix, warps, s.sinkhorn_iterations, s.hc_eps, s.rms_eps
         )
         return [
             self._bind(
@@ -133,7 +134,7 @@ class Program:
                 space.post, space.comb, rows, target, space.parts,
             ),
             self._bind(
-                f"{name} collapse", collapse, (batch,), 32 * (_COLLAPSE_WARPS + 1), space.parts,
+                f"{name} collapse", collapse, (batch,), 32 * (warps + 1), space.parts,
                 hc.scale, hc.base, target, norm, out, space.post, space.comb,
             ),
         ]  # fmt: skip
@@ -205,29 +206,15 @@ class Program:
                 index_pool.norm if index_pool else nothing,
                 latent_out,
                 kv,
-            )  # fmt: skip
+            )
         )
         ql, rounding = self._rounded(f"{name} round latent", space.latent)
         up = self._outs(space.up)
         launches += [*rounding, *self.binder.stack(f"{name} up", layer.up, ql, up)]
         if sizes.ratio == 4:
             launches += self._index(index, layer, into, up, rows)
-        launches += self._attend(index, layer, up, rows)
+        launches += self._attend(index, layer, up, rows, (kv, *gates, ape, index_ape))
         launches += self._project_out(index, layer)
-        launches.append(
-            self._bind(
-                f"{name} append",
-                latent.append_kernel(sizes),
-                (batch,),
-                latent.THREADS,
-                *rows,
-                self.lasts,
-                kv,
-                *gates,
-                ape,
-                index_ape,
-            )  # fmt: skip
-        )
         return launches
 
     def _index(
@@ -260,7 +247,12 @@ class Program:
         ]  # fmt: skip
 
     def _attend(
-        self, index: int, layer: DeviceLayer, up: dict[QuantType, Any], rows: tuple[Any, ...]
+        self,
+        index: int,
+        layer: DeviceLayer,
+        up: dict[QuantType, Any],
+        rows: tuple[Any, ...],
+        appended: tuple[Any, ...],
     ) -> list[Launch]:
         s, space, batch = self.shape, self.space, self.batch
         h0, h1 = self.weights.heads
@@ -281,9 +273,10 @@ class Program:
                 space.split_stats,
             ),
             self._bind(
-                f"layer {index} combine", attention.combine_kernel(sizes), (sizes.n_heads, batch),
-                threads, self.slots, self.positions, self.cos, self.sin, space.split_sums,
-                space.split_stats, layer.sinks, space.heads,
+                f"layer {index} combine", attention.combine_kernel(sizes),
+                (sizes.n_heads + attention.APPEND_BLOCKS, batch), threads, *rows, self.lasts,
+                self.cos, self.sin, space.split_sums, space.split_stats, layer.sinks, space.heads,
+                *appended,
             ),
         ]  # fmt: skip
 
@@ -298,7 +291,7 @@ class Program:
             self.binder.grouped(f"{name} output a", layer.output_a, g1 - g0, heads, low),
         ]
         x, rounding = self._rounded(f"{name} round low", space.low)
-        shards = self.weights.cut.attention
+        shards = self.weights.own.attention
         launches += [
             *rounding,
             self.binder.sharded(
@@ -320,7 +313,7 @@ class Program:
         gate, gate_column = self._place(layer.ffn_in, outs, "shared_gate")
         up, up_column = self._place(layer.ffn_in, outs, "shared_up")
         experts = layer.experts
-        v0, v1 = self.weights.cut.experts
+        v0, v1 = self.weights.own.experts
         shape = ExpertShape(
             batch=batch, n_used=s.n_used, d_model=s.d_model, d_expert=s.d_expert,
             d_shared=experts.shared_down.k, clamp=s.clamp[index], first_shard=v0, n_shards=v1 - v0,
@@ -351,7 +344,7 @@ class Program:
                 space.ids,
                 space.expert_weights,
                 space.shared,
-            )  # fmt: skip
+            )
         )
         y = space.y[:batch]
         inputs = ExpertInputs(

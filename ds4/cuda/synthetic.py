@@ -7,15 +7,13 @@ finite. No file is read and nothing is downloaded.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, int64, uint32
 from numpy.typing import NDArray
 
-from ds4.cuda.kernels.intrinsics import pack_f16x2
+from ds4.cuda.kernels.random_fill import fill_kernel
 from ds4.cuda.source import Piece, Uploader
 from ds4.errors import ConfigError
 from ds4.gguf import QuantType
@@ -34,7 +32,6 @@ _SCALE_BITS = {
 _Q2_K_SCALES = int(np.float16(0.002).view(np.uint16)) | (
     int(np.float16(0.003).view(np.uint16)) << 16
 )
-_HALF_RANGE = 0.035  # uniform, so the standard deviation is 0.02
 
 
 def flash_shape(n_layers: int = _L) -> DeepSeek4Shape:
@@ -82,44 +79,6 @@ def flash_shape(n_layers: int = _L) -> DeepSeek4Shape:
         f"{p}expert_gating_func": 4,
     }
     return DeepSeek4Shape.from_metadata("<synthetic>", metadata)
-
-
-@cuda.jit(device=True)
-def _mix(i, seed):
-    """A 32-bit hash of (index, seed): the finalizer of MurmurHash3 over their combination."""
-    h = uint32(uint32(i) * uint32(0x9E3779B1)) ^ uint32(seed)
-    h = uint32(h ^ (h >> uint32(16))) * uint32(0x85EBCA6B)
-    h = uint32(h)
-    h = uint32(h ^ (h >> uint32(13))) * uint32(0xC2B2AE35)
-    h = uint32(h)
-    return uint32(h ^ (h >> uint32(16)))
-
-
-@functools.cache
-def _fill_kernel(mode: str) -> Any:
-    """Kernel (out, n, seed, value): random words, random halves, or one value in every item.
-
-    Grid: any number of blocks of 256 threads; a thread strides over the array.
-    """
-    constant, halves = mode == "constant", mode == "halves"
-    step = float32(2.0 * _HALF_RANGE / 65536.0)
-
-    @cuda.jit
-    def fill(out, n, seed, value):
-        i = int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x
-        while i < n:
-            if constant:
-                out[i] = value
-            elif halves:
-                word = _mix(i, seed)
-                low = float32(word & uint32(0xFFFF)) * step - float32(_HALF_RANGE)
-                high = float32(word >> uint32(16)) * step - float32(_HALF_RANGE)
-                out[i] = pack_f16x2(low, high)
-            else:
-                out[i] = _mix(i, seed)
-            i += int64(cuda.gridDim.x) * cuda.blockDim.x
-
-    return fill
 
 
 def _types(shape: DeepSeek4Shape) -> dict[str, QuantType]:
@@ -185,7 +144,7 @@ class SyntheticSource:
             elif storage in _SCALE_BITS and index == len(planes) - 1:
                 mode, value = "constant", _SCALE_BITS[storage]
             self._seed = (self._seed * 1664525 + 1013904223) % 2**32
-            kernel = _fill_kernel(mode)
+            kernel = fill_kernel(mode)
             blocks = max(1, min(2048, -(-n // 1024)))
             kernel[blocks, 256, up.device.stream](
                 plane, np.int64(n), np.uint32(self._seed), np.uint32(value)

@@ -1,9 +1,9 @@
 """A rank's weights on its device: which part of which tensor, in which storage, and where.
 
 Matrices that read the same input are stacked by rows, so that one launch multiplies them all. A
-rank uploads only its own shards (`ds4.cpu.weights.Cut`). Types that have a packed kernel keep their
-bits; any other is expanded to float32 exactly, which only small models can afford: the memory plan
-says so before anything is loaded.
+rank uploads only its own shards (`ds4.partition.ownership`). Types that have a packed kernel keep
+their bits; any other is expanded to float32 exactly, which only small models can afford: the memory
+plan says so before anything is loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.cpu.weights import Cut, shard_bounds
+from ds4.cpu.weights import shard_bounds
 from ds4.cuda.kernels.quant_matmul import DeviceMatrix
 from ds4.cuda.layout import iq2_xxs_selectors
 from ds4.cuda.memory import Arena, MemoryLayout
@@ -23,6 +23,7 @@ from ds4.cuda.source import Piece, Uploader, WeightSource, plane_layout
 from ds4.errors import ConfigError, ModelFileError
 from ds4.gguf import QuantType
 from ds4.model.deepseek4.shape import DeepSeek4Shape
+from ds4.partition.ownership import Ownership
 
 __all__ = ["DeviceLayer", "DeviceWeights", "Experts", "Hyper", "Pool", "Stack"]
 
@@ -120,7 +121,7 @@ class DeviceWeights:
 
     Args:
       source: where they come from.
-      cut: this rank's shards.
+      own: this rank's shards.
       layout: gets every reservation.
       arena: made from an equal layout, or None to plan only; then every array is None.
       uploader: needed with an arena.
@@ -134,22 +135,22 @@ class DeviceWeights:
     def __init__(
         self,
         source: WeightSource,
-        cut: Cut,
+        own: Ownership,
         layout: MemoryLayout,
         arena: Arena | None = None,
         uploader: Uploader | None = None,
     ) -> None:
         self.source = source
         self.shape = s = source.shape
-        self.cut = cut
+        self.own = own
         self._layout, self._arena, self._up = layout, arena, uploader
         _check_shape(s)
         groups = shard_bounds(s.n_groups)
-        self.groups = (int(groups[cut.attention[0]]), int(groups[cut.attention[1]]))
+        self.groups = (int(groups[own.attention[0]]), int(groups[own.attention[1]]))
         per_group = s.n_heads // s.n_groups
         self.heads = (self.groups[0] * per_group, self.groups[1] * per_group)
         rows = shard_bounds(s.n_vocab)
-        self.vocab_rows = (int(rows[cut.vocabulary[0]]), int(rows[cut.vocabulary[1]]))
+        self.vocab_rows = (int(rows[own.vocabulary[0]]), int(rows[own.vocabulary[1]]))
         name = "token_embd.weight"
         self.embedding = self._matrix(
             self._storage(name, (F16,), s.d_model), [self._whole(name, s.n_vocab, s.d_model)]
@@ -269,7 +270,7 @@ class DeviceWeights:
             index_pool = self._pool(f"{b}indexer_compressor", ratio * c * s.index_dim, s.index_dim)
         g0, g1 = self.groups
         low_bounds = shard_bounds(s.n_groups) * s.group_rank
-        v0, v1 = self.cut.attention
+        v0, v1 = self.own.attention
         uniform = _is_uniform(low_bounds, s.n_groups * s.group_rank)
         out_a, out_b = f"{b}attn_output_a.weight", f"{b}attn_output_b.weight"
         lanes = self._lane_bounds(i)
@@ -332,7 +333,7 @@ class DeviceWeights:
 
     def _shared_into(self, i: int, lanes: NDArray[np.int64]) -> dict[str, Piece]:
         """This rank's lanes of the shared expert's gate and up."""
-        v0, v1 = self.cut.experts
+        v0, v1 = self.own.experts
         first, count = int(lanes[v0]), int(lanes[v1] - lanes[v0])
         return {
             f"shared_{part}": Piece(
@@ -351,7 +352,7 @@ class DeviceWeights:
           ConfigError: gate and up experts differ in type.
         """
         s = self.shape
-        v0, v1 = self.cut.experts
+        v0, v1 = self.own.experts
         kinds = {
             part: self.source.kind(f"blk.{i}.ffn_{part}.weight")
             for part in (
@@ -380,8 +381,8 @@ class DeviceWeights:
 
     def _experts(self, i: int, lanes: NDArray[np.int64], *, packed: bool) -> Experts:
         s, b = self.shape, f"blk.{i}."
-        v0, v1 = self.cut.experts
-        shard_of = self.cut.shard_of[i]
+        v0, v1 = self.own.experts
+        shard_of = self.own.shard_of[i]
         owned = np.flatnonzero((shard_of >= v0) & (shard_of < v1))
         local = np.full(s.n_experts, -1, np.int32)
         local[owned] = np.arange(owned.size)

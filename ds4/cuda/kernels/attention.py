@@ -12,18 +12,27 @@ import functools
 from typing import Any
 
 import attrs
-from numba import cuda, float32, int64
+from numba import float32, int64
 
 from ds4.cuda.kernels.block import LOWEST, exp, inverse_root
-from ds4.cuda.kernels.intrinsics import address, div, fma, ld_f32x4
-from ds4.cuda.kernels.latent import LayerSizes
+from ds4.cuda.kernels.intrinsics import address, cuda, device_function, div, fma, ld_f32x4
+from ds4.cuda.kernels.latent import LayerSizes, append_row
 from ds4.cuda.kernels.reduce import warp_sum
 
-__all__ = ["HEADS_PER_BLOCK", "SPLIT_KEYS", "HeadSizes", "combine_kernel", "partial_kernel"]
+__all__ = [
+    "APPEND_BLOCKS",
+    "HEADS_PER_BLOCK",
+    "SPLIT_KEYS",
+    "HeadSizes",
+    "combine_kernel",
+    "partial_kernel",
+]
 
 SPLIT_KEYS = 32
 HEADS_PER_BLOCK = 8
+APPEND_BLOCKS = 4
 _GROUP = 4  # keys whose loads are in flight together
+_PIECE = 32  # splits whose weights are in shared memory together
 
 
 @attrs.frozen(kw_only=True)
@@ -47,7 +56,7 @@ class HeadSizes:
 def _counts(window: int, ratio: int, top_k: int) -> Any:
     """Device function t -> (first window position, window keys, further keys)."""
 
-    @cuda.jit(device=True)
+    @device_function
     def counts(t):
         first = max(0, t - (window - 1))
         more = 0
@@ -190,46 +199,91 @@ def partial_kernel(sizes: HeadSizes) -> Any:
 
 @functools.cache
 def combine_kernel(sizes: HeadSizes) -> Any:
-    """Kernel: join a row's splits and its sink, rotate the tail back to position 0.
+    """Kernel: join a row's splits and its sink, rotate the tail back; append the row to the state.
 
-    Args: slots, positions, cos, sin; parts and stats as `partial_kernel` wrote them; sinks f32[all
-    heads]; out f32[B, H * head_dim].
-    Grid: (H, B) blocks of ceil(head_dim / 4) threads, rounded up to whole warps; a thread owns four
-    elements. Float32. Oracle: softmax in float64, then the rotation by -t.
+    Args: table, state, layer, slots, positions, firsts as in `latent`; lasts i32[B]; cos, sin; parts
+    and stats as `partial_kernel` wrote them; sinks f32[all heads]; out f32[B, H * head_dim]; kv and
+    the compressors' inputs as `latent.append_row` takes them.
+    Grid: (H + APPEND_BLOCKS, B) blocks of ceil(head_dim / 128) warps. Block h joins head h, a thread
+    four elements; the last blocks append, which nothing else here reads. Shared: one number per
+    split of a piece of 32. Float32. Oracle: softmax in float64, then the rotation by -t.
     """
     layer_sizes = sizes.layer
     hd, ratio = layer_sizes.head_dim, layer_sizes.ratio
     tail = hd - layer_sizes.rope_dim
-    first_head = sizes.first_head
+    first_head, n_heads = sizes.first_head, sizes.n_heads
     counts = _counts(layer_sizes.window, ratio, sizes.top_k)
     angle = 1 if ratio else 0
+    append = append_row(layer_sizes)
 
     @cuda.jit
-    def combine(slots, positions, cosines, sines, parts, stats, sinks, out):
+    def combine(
+        table, state, layer, slots, positions, lasts, cosines, sines, parts, stats, sinks, out, kv,
+        k_in, k_column, s_in, s_column, ik_in, ik_column, is_in, is_column, ape, index_ape,
+    ):  # fmt: skip
         head = cuda.blockIdx.x
         b = cuda.blockIdx.y
-        if slots[b] < 0:
+        thread = cuda.threadIdx.x
+        slot = slots[b]
+        if slot < 0:
             return
+        if head >= n_heads:
+            append(
+                table, state, layer, slot, positions[b], lasts[b] - b, b, kv, k_in, k_column,
+                s_in, s_column, ik_in, ik_column, is_in, is_column, ape, index_ape,
+                (head - n_heads) * cuda.blockDim.x + thread, APPEND_BLOCKS * cuda.blockDim.x,
+            )  # fmt: skip
+            return
+        tops = cuda.shared.array(_PIECE, float32)
+        sums = cuda.shared.array(_PIECE, float32)
         _, n_window, n_more = counts(positions[b])
         n_splits = (n_window + n_more + SPLIT_KEYS - 1) // SPLIT_KEYS
         sink = sinks[first_head + head]
         top = sink
-        for s in range(n_splits):
-            top = max(top, stats[b, s, head, 0])
+        for piece in range(0, n_splits, _PIECE):
+            count = min(_PIECE, n_splits - piece)
+            if thread < count:
+                tops[thread] = stats[b, piece + thread, head, 0]
+            cuda.syncthreads()
+            for s in range(count):
+                top = max(top, tops[s])
+            cuda.syncthreads()
         total = exp(sink - top)
-        for s in range(n_splits):
-            total = fma(stats[b, s, head, 1], exp(stats[b, s, head, 0] - top), total)
-        e = 4 * cuda.threadIdx.x
-        if e < hd:
-            v0 = v1 = v2 = v3 = float32(0)
-            for s in range(n_splits):
-                weight = exp(stats[b, s, head, 0] - top)
-                row = (int64(b) * parts.shape[1] + s) * parts.shape[2] + head
-                p0, p1, p2, p3 = ld_f32x4(address(parts, row * hd + e))
-                v0 = fma(weight, p0, v0)
-                v1 = fma(weight, p1, v1)
-                v2 = fma(weight, p2, v2)
-                v3 = fma(weight, p3, v3)
+        e = min(4 * thread, hd - 4)
+        v0 = v1 = v2 = v3 = float32(0)
+        for piece in range(0, n_splits, _PIECE):
+            count = min(_PIECE, n_splits - piece)
+            if thread < _PIECE:
+                tops[thread] = float32(0)
+                sums[thread] = float32(0)
+                if thread < count:
+                    weight = exp(stats[b, piece + thread, head, 0] - top)
+                    tops[thread] = weight
+                    sums[thread] = weight * stats[b, piece + thread, head, 1]
+            cuda.syncthreads()
+            first = (int64(b) * parts.shape[1] + piece) * n_heads + head
+            for s in range(0, count, 4):
+                # Four loads in flight; those past the end repeat the last split with weight 0.
+                last = count - 1
+                a = address(parts, (first + min(s, last) * n_heads) * hd + e)
+                a0, a1, a2, a3 = ld_f32x4(a)
+                a = address(parts, (first + min(s + 1, last) * n_heads) * hd + e)
+                b0, b1, b2, b3 = ld_f32x4(a)
+                a = address(parts, (first + min(s + 2, last) * n_heads) * hd + e)
+                c0, c1, c2, c3 = ld_f32x4(a)
+                a = address(parts, (first + min(s + 3, last) * n_heads) * hd + e)
+                d0, d1, d2, d3 = ld_f32x4(a)
+                w0, w1, w2, w3 = tops[s], tops[s + 1], tops[s + 2], tops[s + 3]
+                total = total + sums[s]
+                total = total + sums[s + 1]
+                total = total + sums[s + 2]
+                total = total + sums[s + 3]
+                v0 = fma(w3, d0, fma(w2, c0, fma(w1, b0, fma(w0, a0, v0))))
+                v1 = fma(w3, d1, fma(w2, c1, fma(w1, b1, fma(w0, a1, v1))))
+                v2 = fma(w3, d2, fma(w2, c2, fma(w1, b2, fma(w0, a2, v2))))
+                v3 = fma(w3, d3, fma(w2, c3, fma(w1, b3, fma(w0, a3, v3))))
+            cuda.syncthreads()
+        if 4 * thread < hd:
             inverse = div(float32(1), total)
             v0, v1, v2, v3 = v0 * inverse, v1 * inverse, v2 * inverse, v3 * inverse
             if e >= tail:

@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32
+from numba import float32
 
-from ds4.cuda.kernels.intrinsics import div
+from ds4.cuda.kernels.intrinsics import cuda, device_function, div
 from ds4.cuda.kernels.reduce import warp_sum
 
 __all__ = ["LOWEST", "block_sum", "exp", "inverse_root", "sigmoid", "swiglu"]
@@ -26,7 +26,7 @@ def block_sum(n_warps: int) -> Any:
     ends with a barrier, so `scratch` may be used again at once.
     """
 
-    @cuda.jit(device=True)
+    @device_function
     def total(value, scratch):
         value = warp_sum(value)
         if n_warps > 1:
@@ -42,25 +42,25 @@ def block_sum(n_warps: int) -> Any:
     return total
 
 
-@cuda.jit(device=True)
+@device_function
 def exp(x):
-    """exp in float32, as the device library has it."""
+    """Exp in float32, as the device library has it."""
     return float32(math.exp(x))
 
 
-@cuda.jit(device=True)
+@device_function
 def inverse_root(x):
     """1 / sqrt(x), both steps correctly rounded."""
     return div(float32(1), float32(math.sqrt(x)))
 
 
-@cuda.jit(device=True)
+@device_function
 def sigmoid(x):
     """1 / (1 + exp(-x)) in float32."""
     return div(float32(1), float32(1) + exp(-x))
 
 
-@cuda.jit(device=True)
+@device_function
 def swiglu(a, b, clamp):
     """silu(min(a, clamp)) * clip(b, -clamp, clamp)."""
     a = min(a, clamp)

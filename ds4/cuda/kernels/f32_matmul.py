@@ -11,10 +11,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import cuda, float32, int64
+from numba import float32, int64
 
 from ds4.cuda.kernels.block import swiglu
-from ds4.cuda.kernels.intrinsics import fma
+from ds4.cuda.kernels.intrinsics import cuda, device_function, fma
 from ds4.cuda.kernels.reduce import N_SHARDS, warp_sum
 
 __all__ = ["WARPS", "experts_down_kernel", "experts_up_kernel", "product_kernel", "sharded_kernel"]
@@ -22,7 +22,7 @@ __all__ = ["WARPS", "experts_down_kernel", "experts_up_kernel", "product_kernel"
 WARPS = 4
 
 
-@cuda.jit(device=True)
+@device_function
 def _dot(w, w_at, x, row, x_at, n, lane):
     """Lane sum of w[w_at + i] * x[row, x_at + i], i < n, in every lane."""
     acc = float32(0)
@@ -31,7 +31,7 @@ def _dot(w, w_at, x, row, x_at, n, lane):
     return warp_sum(acc)
 
 
-@cuda.jit(device=True)
+@device_function
 def _tree(parts, n):
     """Balanced binary tree over parts[:n], n a power of two; overwrites parts."""
     while n > 1:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import cuda, float32, int64, uint32
+from numba import float32, int64, uint32
 
 from ds4.cuda.kernels.block import block_sum, exp, inverse_root, sigmoid
 from ds4.cuda.kernels.intrinsics import (
     address,
+    cuda,
+    device_function,
     div,
     f16_to_f32,
     fma,
@@ -119,7 +121,7 @@ def mix_kernel(d: int, n_mix: int, *, halves: bool, has_post: bool) -> Any:
     return mix
 
 
-@cuda.jit(device=True)
+@device_function
 def _sinkhorn(value, iterations, eps):
     """One element C[i, j] per lane 4 i + j (lanes repeat every 16): softmax, then normalisations."""
     top = max(value, shfl_xor(value, 1))

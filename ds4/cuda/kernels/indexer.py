@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import cuda, float32, int32, int64, uint32
+from numba import float32, int32, int64, uint32
 
-from ds4.cuda.kernels.intrinsics import address, f32_bits, fma, ld_f32x4
+from ds4.cuda.kernels.intrinsics import address, cuda, device_function, f32_bits, fma, ld_f32x4
 
 __all__ = ["KEYS_PER_BLOCK", "SELECT_THREADS", "scores_kernel", "select_kernel"]
 
@@ -103,7 +103,7 @@ def scores_kernel(n_heads: int, width: int, rope_dim: int, top_k: int) -> Any:
     return index_scores
 
 
-@cuda.jit(device=True)
+@device_function
 def _sortable(value):
     """Bits of a float as an unsigned integer of the same order; -0.0 counts as +0.0."""
     bits = f32_bits(value + float32(0))

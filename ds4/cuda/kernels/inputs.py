@@ -12,9 +12,9 @@ import functools
 import math
 from typing import Any
 
-from numba import cuda, float32, float64, int64, uint32
+from numba import float32, float64, int64, uint32
 
-from ds4.cuda.kernels.intrinsics import f16_to_f32
+from ds4.cuda.kernels.intrinsics import cuda, f16_to_f32
 
 __all__ = ["N_ANGLES", "angles_kernel", "embed_kernel"]
 

@@ -4,7 +4,7 @@ State of a session lies in one f32 array `state` shared by all sessions; `table[
 is the first element of each part (see `Part`). Rows of the step are read from the step's own
 buffers, older ones from the state: the row of position p <= t of row b's session is step row
 b - (t - p) if that is at least firsts[b], else it is in the state. So a chunk and its tokens one by
-one go through the same arithmetic, and the state is written only by `append`, at the end.
+one go through the same arithmetic, and the state is written only by `append_row`, at the end.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import functools
 from typing import Any
 
 import attrs
-from numba import cuda, float32, int64
+from numba import float32, int64
 
 from ds4.cuda.kernels.block import LOWEST, block_sum, exp, inverse_root
-from ds4.cuda.kernels.intrinsics import div, fma
+from ds4.cuda.kernels.intrinsics import cuda, device_function, div, fma
 
-__all__ = ["N_PARTS", "LayerSizes", "Part", "append_kernel", "prepare_kernel"]
+__all__ = ["N_PARTS", "LayerSizes", "Part", "append_row", "prepare_kernel"]
 
 THREADS = 256
 _WARPS = THREADS // 32
@@ -83,7 +83,7 @@ def _norm(width: int, eps: float) -> Any:
     total_of = block_sum(_WARPS)
     inverse, eps_f = float32(1.0 / width), float32(eps)
 
-    @cuda.jit(device=True)
+    @device_function
     def norm(x, weight, scratch):
         square = float32(0)
         for i in range(cuda.threadIdx.x, width, THREADS):
@@ -102,7 +102,7 @@ def _rotate(width: int, rope_dim: int) -> Any:
     half = rope_dim // 2
     tail = width - rope_dim
 
-    @cuda.jit(device=True)
+    @device_function
     def rotate(x, cosines, sines, b, kind):
         for i in range(cuda.threadIdx.x, half, THREADS):
             p, q = x[tail + 2 * i], x[tail + 2 * i + 1]
@@ -125,7 +125,7 @@ def _pool(width: int, ratio: int) -> Any:
     cw = c * width
     n_slots = c * ratio
 
-    @cuda.jit(device=True)
+    @device_function
     def pool(k_in, k_column, s_in, s_column, ape, state, k_base, s_base, b, t, first, buffer):
         row = t // ratio
         start = max(0, ratio * (row - (c - 1)))
@@ -241,44 +241,38 @@ def prepare_kernel(sizes: LayerSizes) -> Any:
 
 
 @functools.cache
-def append_kernel(sizes: LayerSizes) -> Any:
-    """Kernel: carry the step's KV rows and compressor inputs into the sessions' state.
+def append_row(sizes: LayerSizes) -> Any:
+    """Device function that carries row b of the step into its session's state, as one of n threads.
 
-    Grid: B blocks of THREADS; the last `window` rows of a session's step write the ring, its last
-    n_slots rows the slots. Runs after everything of the layer that reads either.
+    The last `window` rows of a session's step write the ring, its last n_slots rows the compressor
+    slots. Must run after everything of the layer that reads either.
     """
     hd, ratio, idim, window = sizes.head_dim, sizes.ratio, sizes.index_dim, sizes.window
     n_slots = sizes.n_slots
     cw, icw = sizes.halves * hd, sizes.halves * idim
 
-    @cuda.jit
+    @device_function
     def append(
-        table, state, layer, slots, positions, lasts, kv, k_in, k_column, s_in, s_column, ik_in,
-        ik_column, is_in, is_column, ape, index_ape,
+        table, state, layer, slot, t, later, b, kv, k_in, k_column, s_in, s_column, ik_in,
+        ik_column, is_in, is_column, ape, index_ape, thread, n_threads,
     ):  # fmt: skip
-        b = cuda.blockIdx.x
-        slot = slots[b]
-        if slot < 0:
-            return
-        t = positions[b]
-        later = lasts[b] - b
         if later < window:
             base = table[slot, layer, 0] + int64(t % window) * hd
-            for i in range(cuda.threadIdx.x, hd, THREADS):
+            for i in range(thread, hd, n_threads):
                 state[base + i] = kv[b, i]
         if ratio > 0 and later < n_slots:
             place = int64(t % (n_slots or 1))
             bias = (t % (ratio or 1)) * cw
             k_base = table[slot, layer, 2] + place * cw
             s_base = table[slot, layer, 3] + place * cw
-            for i in range(cuda.threadIdx.x, cw, THREADS):
+            for i in range(thread, cw, n_threads):
                 state[k_base + i] = k_in[b, k_column + i]
                 state[s_base + i] = s_in[b, s_column + i] + ape[bias + i]
             if idim > 0:
                 bias = (t % (ratio or 1)) * icw
                 k_base = table[slot, layer, 5] + place * icw
                 s_base = table[slot, layer, 6] + place * icw
-                for i in range(cuda.threadIdx.x, icw, THREADS):
+                for i in range(thread, icw, n_threads):
                     state[k_base + i] = ik_in[b, ik_column + i]
                     state[s_base + i] = is_in[b, is_column + i] + index_ape[bias + i]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import cuda, float32, int32
+from numba import float32, int32
 
 from ds4.cuda.kernels.block import LOWEST
+from ds4.cuda.kernels.intrinsics import cuda, device_function
 
 __all__ = ["ARGMAX_BLOCKS", "argmax_final_kernel", "argmax_kernel", "join_kernel"]
 
@@ -15,7 +16,7 @@ ARGMAX_BLOCKS = 64
 _THREADS = 256
 
 
-@cuda.jit(device=True)
+@device_function
 def _block_best(value, index, bad, values, indices, bads):
     """Largest value of the block, ties to the lower index, at thread 0; bad is ORed."""
     thread = cuda.threadIdx.x

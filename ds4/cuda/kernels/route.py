@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import cuda, float32, float64, int32, int64
+from numba import float32, float64, int32, int64
 
 from ds4.cuda.kernels.block import LOWEST, swiglu
-from ds4.cuda.kernels.intrinsics import div, shfl_xor
+from ds4.cuda.kernels.intrinsics import cuda, device_function, div, shfl_xor
 
 __all__ = ["LANES_PER_BLOCK", "route_kernel"]
 
@@ -18,7 +18,7 @@ LANES_PER_BLOCK = 256
 _FLOOR = np.float32(6.103515625e-5)
 
 
-@cuda.jit(device=True)
+@device_function
 def _affinity(g):
     """sqrt(softplus(g)), softplus in float64 with the usual guards."""
     x = float64(g)
