@@ -1,1 +1,1 @@
-"""The CUDA backend: layouts, kernels and the executor. Imports no Trio and no protocol."""
+"""The CUDA backend. Synchronous code, called from one thread."""

@@ -71,6 +71,7 @@ _STREAM = "ld.global.L1::no_allocate"
 ld_u32x4_stream = _loader(f"{_STREAM}.v4.u32", 4, _I32, "r", types.uint32, clobbers=False)
 ld_u32x2_stream = _loader(f"{_STREAM}.v2.u32", 2, _I32, "r", types.uint32, clobbers=False)
 ld_u32_stream = _loader("ld.global.u32", 1, _I32, "r", types.uint32, clobbers=False)
+ld_u32x2 = _loader("ld.global.v2.u32", 2, _I32, "r", types.uint32, clobbers=False)
 ld_u16_stream = _loader("ld.global.u16", 1, _I16, "h", types.uint32, clobbers=False)
 # Activations: written by the kernel before, so coherent loads that stay behind `grid_wait`.
 ld_u32x4 = _loader("ld.global.v4.u32", 4, _I32, "r", types.uint32, clobbers=True)
@@ -241,6 +242,84 @@ _TABLE = _plain(
     "{ .reg .b32 a; mad.lo.u32 a, $2, $3, $1; ld.shared.u32 $0, [a]; }", "=r,r,r,r", [_U] * 3, _U
 )
 _FENCE = _plain("bar.warp.sync -1;", "~{memory}", [], _NOTHING, side_effect=True)
+
+
+_LDS4 = "ld.shared.v4.u32 {$0, $1, $2, $3}, [$4];"
+_STS4 = _plain(
+    "st.shared.v4.u32 [$0], {$1, $2, $3, $4};",
+    "r,r,r,r,r,~{memory}",
+    [_U] * 5,
+    _NOTHING,
+    side_effect=True,
+)
+_COPY = _plain(
+    "cp.async.cg.shared.global [$0], [$1], 16;",
+    "r,l,~{memory}",
+    [_U, (_I64, types.int64)],
+    _NOTHING,
+    side_effect=True,
+)
+_COPY_WAIT = _plain("cp.async.wait_all;", "~{memory}", [], _NOTHING, side_effect=True)
+_SUB2 = _plain("sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [_U, _U], _U)
+_MUL2 = _plain("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [_U, _U], _U)
+_FMA2 = _plain("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [_U, _U, _U], _U)
+
+
+@intrinsic
+def ld_shared_u32x4(typingctx, pointer):
+    """Four words of shared memory at a 16-byte aligned shared address."""
+
+    def codegen(context, builder, signature, args):
+        out = ir.LiteralStructType([_I32] * 4)
+        call = ir.InlineAsm(
+            ir.FunctionType(out, [_I32]), _LDS4, "=r,=r,=r,=r,r,~{memory}", side_effect=True
+        )
+        value = builder.call(call, args)
+        return cgutils.pack_array(builder, [builder.extract_value(value, i) for i in range(4)])
+
+    return types.UniTuple(types.uint32, 4)(types.uint32), codegen
+
+
+@intrinsic
+def st_shared_u32x4(typingctx, pointer, a, b, c, d):
+    """Store four words at a 16-byte aligned shared address."""
+    arguments, result, codegen = _STS4
+    return result(*arguments), codegen
+
+
+@intrinsic
+def copy_async16(typingctx, shared, source):
+    """Start copying 16 bytes of global memory to a shared address."""
+    arguments, result, codegen = _COPY
+    return result(*arguments), codegen
+
+
+@intrinsic
+def copy_async_wait(typingctx):
+    """Wait for this thread's copies."""
+    arguments, result, codegen = _COPY_WAIT
+    return result(*arguments), codegen
+
+
+@intrinsic
+def sub_f16x2(typingctx, a, b):
+    """Two halves a - b."""
+    arguments, result, codegen = _SUB2
+    return result(*arguments), codegen
+
+
+@intrinsic
+def mul_f16x2(typingctx, a, b):
+    """Two halves a * b."""
+    arguments, result, codegen = _MUL2
+    return result(*arguments), codegen
+
+
+@intrinsic
+def fma_f16x2(typingctx, a, b, c):
+    """Two halves a * b + c, one rounding."""
+    arguments, result, codegen = _FMA2
+    return result(*arguments), codegen
 
 
 @intrinsic

@@ -107,6 +107,10 @@ def ld_u32x2_stream(pointer: _Pointer) -> Any:
     return tuple(pointer.load(np.uint32, 2))
 
 
+def ld_u32x2(pointer: _Pointer) -> Any:
+    return tuple(pointer.load(np.uint32, 2))
+
+
 def ld_u32_stream(pointer: _Pointer) -> Any:
     return pointer.load(np.uint32, 1)[0]
 
@@ -197,6 +201,40 @@ def merge_bits(a: Any, b: Any, mask: Any) -> np.uint32:
 
 def shared_address(array: Any, index: Any) -> _Pointer:
     return address(array, index)
+
+
+def ld_shared_u32x4(pointer: _Pointer) -> Any:
+    return tuple(pointer.load(np.uint32, 4))
+
+
+def st_shared_u32x4(pointer: _Pointer, a: Any, b: Any, c: Any, d: Any) -> None:
+    pointer.load(np.uint32, 4)[:] = (a, b, c, d)
+
+
+def copy_async16(shared: _Pointer, source: _Pointer) -> None:
+    shared.load(np.uint8, 16)[:] = source.load(np.uint8, 16)
+
+
+def copy_async_wait() -> None:
+    """Copies of the simulator are done at once."""
+
+
+def _from_halves(values: Any) -> np.uint32:
+    with np.errstate(over="ignore"):
+        return np.uint32(np.asarray(values).astype(np.float16).view(np.uint32)[0])
+
+
+def sub_f16x2(a: Any, b: Any) -> np.uint32:
+    return _from_halves(_halves(a) - _halves(b))
+
+
+def mul_f16x2(a: Any, b: Any) -> np.uint32:
+    return _from_halves(_halves(a) * _halves(b))
+
+
+def fma_f16x2(a: Any, b: Any, c: Any) -> np.uint32:
+    product = _halves(a).astype(np.float64) * _halves(b)
+    return _from_halves(product + _halves(c))
 
 
 def ld_table(base: _Pointer, item: Any, stride: Any) -> Any:

@@ -1,13 +1,13 @@
 """Second half of a mixture-of-experts block for a few rows: down, sums by shard, and their tree.
 
 out[b] = tree over this rank's shards v of (routed_v + shared_v), where routed_v adds W2 h of the
-chosen experts of shard v in the order of the router's list, and shared_v is the shared expert's down
-projection of shard v's lanes (design "world-invariant arithmetic").
+chosen experts of shard v in the order of the router's list, and shared_v is the shared expert's
+down projection of shard v's lanes.
 The invariant: shard sums, and so every world's join, have the same bits on any number of ranks. A
-routed shard sum adds lane by lane before the butterfly, which a shard's one owner does in any world.
+routed shard sum adds lane by lane before the butterfly; a shard's one owner does so in any world.
 
-A lane's piece of a Q2_K row is 64 weights: 16 bytes of quants, which hold 16 weights of each of four
-steps. The minima need only sums of 16 activations, which the first half made.
+A lane's piece of a Q2_K row is 64 weights: 16 bytes of quants, which hold 16 weights of each of
+four steps. The minima need only sums of 16 activations, which the first half made.
 """
 
 from __future__ import annotations

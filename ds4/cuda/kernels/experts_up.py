@@ -2,8 +2,8 @@
 
 h = weight * silu(min(W1 x, c)) * clamp(W3 x, -c, c) for every chosen routed expert that this rank
 holds (IQ2_XXS), and the same with weight 1 for this rank's lanes of the shared expert (Q8_0).
-The invariant: an h depends on its expert row, its x and its router weight only. What the second half
-reads is described in `experts_down.py`; the router, and who holds which expert, are the caller's.
+The invariant: an h depends on its expert row, its x and its router weight only. What the second
+half reads is described in `experts_down.py`; the router, and who holds an expert, are the caller's.
 
 A block makes one tile of 32 consecutive h of one (batch row, chosen expert) pair, or of the shared
 expert for all batch rows; 32 is a rounding block of the activations, so the tile's owner rounds it.
@@ -77,8 +77,8 @@ class ExpertShape:
 def piece_order(f: int) -> Any:
     """Word position of each 4-byte word of a rounded h row, i64[f / 4].
 
-    A piece of the second half is 64 weights of Q2_K: 16 bytes from each of four blocks of 32. So h is
-    stored with the four 16-byte parts of all pieces apart, part j of piece p at word
+    A piece of the second half is 64 weights of Q2_K: 16 bytes from each of four blocks of 32. So h
+    is stored with the four 16-byte parts of all pieces apart, part j of piece p at word
     `j f / 16 + 4 p`; piece 4 blk + 2 n + h has elements 256 blk + 128 n + 32 j + 16 h + (0..15).
     """
     element = np.arange(0, f, 4)
@@ -134,12 +134,12 @@ def experts_up_kernel(
       selectors u32[256]: `layout.iq2_xxs_selectors`.
       x, xs: u32[B D / 4] and f32[B D / 32], or f32[B, D] twice when exact.
       h, hs, hm: routed, row p = b K + k. Fast: u32[B K F / 4] in `piece_order`, f32[B K F / 32]
-        scales, f32[B K F / 16] scale times byte sum of 16, in Q2_K step order; exact: h f32[B K, F].
+        scales, f32[B K F / 16] scale times byte sum of 16, in step order; exact: h f32[B K, F].
       sh, ss: shared. Fast: u32[B d_shared / 4], f32[B d_shared / 32]; exact: f32[B, d_shared].
 
     Grid: d_shared / 32 + B K F / 32 blocks of `warps` warps, shared tiles first; a warp owns
-    32 / warps of a tile's h; 8, 16 or 32 warps are fast. Static shared memory: the codebook (32 KiB,
-    exact 16), the tile, and a row of x in padded pieces (4.2 KiB for D = 4096, exact 16.5).
+    32 / warps of a tile's h; 8, 16 or 32 warps are fast. Static shared memory: the codebook
+    (32 KiB, exact 16), the tile, and a row of x in padded pieces (4.2 KiB at D = 4096, exact 16.5).
     Accumulates in float32. Oracle: `ds4.model.deepseek4.reference`.
     """
     n_batch, n_used = shape.batch, shape.n_used

@@ -44,6 +44,14 @@ prmt = _chosen.prmt
 release_dependents = _chosen.release_dependents
 shfl_xor = _chosen.shfl_xor
 u32_to_i32 = _chosen.u32_to_i32
+ld_u32x2 = _chosen.ld_u32x2
+fma_f16x2 = _chosen.fma_f16x2
+mul_f16x2 = _chosen.mul_f16x2
+sub_f16x2 = _chosen.sub_f16x2
+copy_async_wait = _chosen.copy_async_wait
+copy_async16 = _chosen.copy_async16
+st_shared_u32x4 = _chosen.st_shared_u32x4
+ld_shared_u32x4 = _chosen.ld_shared_u32x4
 warp_fence = _chosen.warp_fence
 ld_table = _chosen.ld_table
 shared_address = _chosen.shared_address
@@ -57,6 +65,8 @@ __all__ = [
     "address",
     "bit_and",
     "bounded_kernel",
+    "copy_async16",
+    "copy_async_wait",
     "cuda",
     "device_function",
     "div",
@@ -64,18 +74,22 @@ __all__ = [
     "f16_to_f32",
     "f32_bits",
     "fma",
+    "fma_f16x2",
     "grid_wait",
     "i8_to_f32",
     "ld_f32",
     "ld_f32x4",
+    "ld_shared_u32x4",
     "ld_table",
     "ld_u16_stream",
     "ld_u32_stream",
+    "ld_u32x2",
     "ld_u32x2_stream",
     "ld_u32x4",
     "ld_u32x4_stream",
     "merge_bits",
     "mma_f16",
+    "mul_f16x2",
     "pack_f16x2",
     "prmt",
     "release_dependents",
@@ -83,6 +97,8 @@ __all__ = [
     "shfl_xor",
     "shl",
     "shr",
+    "st_shared_u32x4",
+    "sub_f16x2",
     "u32_to_i32",
     "warp_fence",
 ]

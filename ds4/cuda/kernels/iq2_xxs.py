@@ -1,13 +1,13 @@
 """One warp's share of an IQ2_XXS row: codebook vectors to signed bytes or floats, and their dot.
 
-The invariant: the bytes that come out of a selector are the decoder's magnitudes with its signs, for
-every index and sign word (`tests/cuda/test_layout.py` proves the identity on the planes).
+The invariant: the bytes that come out of a selector are the decoder's magnitudes with its signs,
+for every index and sign word (`tests/cuda/test_layout.py` proves the identity on the planes).
 
 A codebook entry is a byte-permute selector: nibble j picks the level of element j out of eight
-bytes, the three levels and their negatives; the sign bits of the octet are or-ed in at bit 2 of each
-nibble. So 8 weights cost two shifts, two logic operations, one shared load, two `prmt` and one more
-shift, instead of a 64-bit lookup, a parity and two byte-wise negations. With 32 copies of the table
-each lane reads its own bank: a lookup never conflicts.
+bytes, the three levels and their negatives; the sign bits of the octet are or-ed in at bit 2 of
+each nibble. So 8 weights cost one shared load, three `prmt`, two shifts and one logic operation,
+instead of a 64-bit lookup, a parity and two byte-wise negations. With 32 copies of the table each
+lane reads its own bank: a lookup never conflicts.
 """
 
 from __future__ import annotations

@@ -140,6 +140,11 @@ class Experts:
           weights: f32[B K] router weights, flat.
           out: f32[B, D], the subtree sum of this rank's shards.
         """
+        self.up(stream, x, ids, weights)
+        self.down(stream, ids, out)
+
+    def up(self, stream: Any, x: Activations, ids: Any, weights: Any) -> None:
+        """Enqueue the first kernel: x to the activations in the buffers."""
         quants, scales = x.form(exact=self._exact)
         w, t, s = self._weights, self._tables, self._buffers
         self._up[self._up_grid, self._up_block, stream](
@@ -147,6 +152,10 @@ class Experts:
             *w.shared_up.planes, t.selectors, quants, scales, s.h, s.h_scales, s.h_sums, s.shared,
             s.shared_scales,
         )  # fmt: skip
+
+    def down(self, stream: Any, ids: Any, out: Any) -> None:
+        """Enqueue the second kernel: the buffers to out."""
+        w, t, s = self._weights, self._tables, self._buffers
         self._down[self._down_grid, self._down_block, stream](
             ids, t.slots, t.shard_of, *w.down.planes, *w.shared_down.planes, s.h, s.h_scales,
             s.h_sums, s.shared, s.shared_scales, out,
