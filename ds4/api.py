@@ -77,6 +77,8 @@ class ModelOptions:
       threads: CPU worker threads; None takes every core this process may use.
       prefill_chunk: most prompt tokens in one step.
       rounding: activation rounding switch.
+      quality: exact kernels only: float32 activations in every product. The CPU backend has no
+        others; CUDA otherwise multiplies packed weights with activations rounded to bytes.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -85,6 +87,7 @@ class ModelOptions:
     threads: int | None = None
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     rounding: Rounding = Rounding.NONE
+    quality: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -102,6 +105,7 @@ def open_model(
     threads: int | None = None,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
     activation_rounding: str = "none",
+    quality: bool = False,
 ) -> Model:
     """Open a model file, or the bundled model.
 
@@ -112,6 +116,7 @@ def open_model(
       threads: CPU worker threads; None takes every core this process may use.
       prefill_chunk: most prompt tokens in one step. No influence on results.
       activation_rounding: `none` (float32 activations) or `vendor`.
+      quality: exact kernels only; matters on CUDA.
 
     Raises:
       ModelFileError: the file cannot be used; names what is wrong with it.
@@ -131,6 +136,7 @@ def open_model(
         threads=threads,
         prefill_chunk=prefill_chunk,
         rounding=rounding,
+        quality=quality,
     )
     return Model.open(options)
 
@@ -310,7 +316,9 @@ def _executor(options: ModelOptions, file: GGUFFile, backend: str, n_ctx: int) -
         from ds4.cuda.executor import CudaExecutor, CudaOptions
 
         return CudaExecutor.from_file(
-            file, options=CudaOptions(max_context=n_ctx), rounding=options.rounding
+            file,
+            options=CudaOptions(max_context=n_ctx, exact=options.quality),
+            rounding=options.rounding,
         )
     from ds4.cpu.executor import CpuExecutor
 

@@ -13,6 +13,7 @@ from cuda.core import EventOptions
 from numpy.typing import NDArray
 
 from ds4.cuda.device import Device, Launch, Replay, out_of_memory
+from ds4.cuda.kernels.programmatic import relax_kernel_edges
 from ds4.errors import DeviceError
 
 cuda: Final[Any] = importlib.import_module("numba.cuda")
@@ -114,13 +115,16 @@ class RealDevice(Device):
     def synchronize(self) -> None:
         _check("step", driver.cuStreamSynchronize(self.stream.handle))
 
-    def capture(self, launches: Sequence[Launch]) -> Replay:
+    def capture(self, launches: Sequence[Launch], *, overlap: bool = True) -> Replay:
         self.synchronize()
         builder = self.stream.create_graph_builder()
         builder.begin_building()
         for launch in launches:
             launch.enqueue(builder)
-        graph = builder.end_building().complete()
+        builder.end_building()
+        if overlap:
+            relax_kernel_edges(builder.graph_definition.handle)
+        graph = builder.complete()
         builder.close()
         return _Graph(graph, self.stream)
 

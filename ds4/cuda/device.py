@@ -134,8 +134,14 @@ class Device:
         """
         raise NotImplementedError
 
-    def capture(self, launches: Sequence[Launch]) -> Replay:
-        """Capture launches into a graph. Nothing runs; every kernel must have run once before."""
+    def capture(self, launches: Sequence[Launch], *, overlap: bool = True) -> Replay:
+        """Capture launches into a graph. Nothing runs; every kernel must have run once before.
+
+        Args:
+          launches: in order.
+          overlap: let a kernel start before its predecessor has ended. Every kernel must then wait
+            for it by itself (`kernels.block.begin`) before it touches what others write.
+        """
         raise NotImplementedError
 
     def timestamp(self) -> Any:

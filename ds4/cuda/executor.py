@@ -44,6 +44,7 @@ class CudaOptions:
       max_context: longest session in tokens.
       max_sessions: sessions open at once; fewer where memory does not hold as many of that length.
       use_graphs: replay captured graphs; else enqueue launches one by one (for debugging).
+      overlap: let neighbouring kernels of a graph overlap; no influence on results.
       checkpoints: earlier states kept per session, for rewinding.
     """
 
@@ -52,6 +53,7 @@ class CudaOptions:
     max_context: int = 32768
     max_sessions: int = 8
     use_graphs: bool = True
+    overlap: bool = True
     checkpoints: int = 4
 
 
@@ -174,7 +176,7 @@ class CudaExecutor:
         storage, _ = self.weights.output.places["logits"]
         self._device_logits = self.space.logits[storage]
         self.buckets = Buckets(device, self._program, self._enqueue_idle,
-                               use_graphs=opts.use_graphs)  # fmt: skip
+                               use_graphs=opts.use_graphs, overlap=opts.overlap)  # fmt: skip
         device.synchronize()
 
     def _clear_workspace(self, arena: Arena, end: int) -> None:

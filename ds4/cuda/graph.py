@@ -38,6 +38,7 @@ class Buckets:
       make: builds the program of a bucket.
       idle: enqueues a meta array in which every row is idle.
       use_graphs: replay captured graphs; else enqueue the launches one by one.
+      overlap: let neighbouring kernels of a graph overlap.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class Buckets:
         idle: Callable[[], None],
         *,
         use_graphs: bool,
+        overlap: bool = True,
     ) -> None:
         self.device = device
+        self.overlap = overlap
         self.use_graphs = use_graphs
         self._make = make
         self._idle = idle
@@ -69,7 +72,7 @@ class Buckets:
         self._idle()
         for name, launches in (("forward", program.forward), ("head", program.head)):
             self.device.run(launches)
-            self._graphs[bucket, name] = self.device.capture(launches)
+            self._graphs[bucket, name] = self.device.capture(launches, overlap=self.overlap)
 
     def run_forward(self, bucket: int) -> None:
         """Enqueue the forward pass of a bucket that `prepare` has seen."""

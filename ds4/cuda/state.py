@@ -129,7 +129,7 @@ class DeviceSession:
         return self.pool.state[start : start + fixed]
 
     def checkpoint(self) -> None:
-        """Enqueue a copy of the present state for `rewind`; of too many, the most redundant goes."""
+        """Enqueue a copy of the present state for `rewind`; of too many, the densest is dropped."""
         if self.pool.checkpoints == 0:
             return
         if self._checkpoints and self._checkpoints[-1][0] == self.length:

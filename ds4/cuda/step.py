@@ -79,14 +79,20 @@ class Program:
     def _bind(self, name: str, kernel: Any, grid: Any, block: int, *operands: Any) -> Launch:
         return self.device.bind(name, kernel, grid, block, operands)
 
-    def _rounded(self, name: str, values: Any) -> tuple[Activations, list[Launch]]:
-        """Activations over a buffer, and the launches that fill their byte form."""
+    def _rounded(
+        self, name: str, values: Any, *, is_done: bool = False
+    ) -> tuple[Activations, list[Launch]]:
+        """Activations over a buffer, and the launches that fill their byte form if it is not."""
         values = values[: self.batch]
         if self.exact:
             return Activations(values), []
         n = values.shape[0] * values.shape[1]
         x = Activations(values, self.space.quants[: n // 4], self.space.quant_scales[: n // 32])
-        return x, self.binder.round_input(name, x)
+        return x, [] if is_done else self.binder.round_input(name, x)
+
+    def _rounds(self, width: int) -> bool:
+        """Whether the kernel that makes rows of this width also makes their byte form."""
+        return not self.exact and width % 128 == 0
 
     def _outs(self, buffers: dict[QuantType, Any]) -> dict[QuantType, Any]:
         return {storage: array[: self.batch] for storage, array in buffers.items()}
@@ -126,16 +132,18 @@ class Program:
         n_parts = -(-s.d_model // hyper.MIX_COLUMNS)
         warps = max(1, min(_MAX_COLLAPSE_WARPS, s.d_model // 128))
         collapse = hyper.collapse_kernel(
-            s.d_model, n_mix, warps, s.sinkhorn_iterations, s.hc_eps, s.rms_eps
-        )
+            s.d_model, n_mix, warps, s.sinkhorn_iterations, s.hc_eps, s.rms_eps,
+            rounds=self._rounds(s.d_model),
+        )  # fmt: skip
         return [
             self._bind(
                 f"{name} mix", mix, (n_parts, batch), 128, hc.fn.planes[0], space.x, space.y,
                 space.post, space.comb, rows, target, space.parts,
             ),
             self._bind(
-                f"{name} collapse", collapse, (batch,), 32 * (warps + 1), space.parts,
-                hc.scale, hc.base, target, norm, out, space.post, space.comb,
+                f"{name} collapse", collapse, (1 if is_head else 2, batch), 32 * warps,
+                space.parts, hc.scale, hc.base, target, norm, out, space.post, space.comb,
+                space.quants, space.quant_scales,
             ),
         ]  # fmt: skip
 
@@ -168,7 +176,7 @@ class Program:
         sizes = self._sizes(index)
         launches = self._hyper(f"{name} attention", layer.hc_attn, layer.attn_norm,
                                has_post=index > 0)  # fmt: skip
-        u, rounding = self._rounded(f"{name} round input", space.u)
+        u, rounding = self._rounded(f"{name} round input", space.u, is_done=self._rounds(s.d_model))
         into = self._outs(space.into)
         launches += [*rounding, *self.binder.stack(f"{name} into", layer.into, u, into)]
         q, q_column = self._place(layer.into, into, "q_a")
@@ -186,7 +194,7 @@ class Program:
         launches.append(
             self._bind(
                 f"{name} prepare",
-                latent.prepare_kernel(sizes),
+                latent.prepare_kernel(sizes, rounds=self._rounds(s.q_rank)),
                 (roles, batch),
                 latent.THREADS,
                 *rows,
@@ -206,9 +214,13 @@ class Program:
                 index_pool.norm if index_pool else nothing,
                 latent_out,
                 kv,
+                space.quants,
+                space.quant_scales,
             )
         )
-        ql, rounding = self._rounded(f"{name} round latent", space.latent)
+        ql, rounding = self._rounded(
+            f"{name} round latent", space.latent, is_done=self._rounds(s.q_rank)
+        )
         up = self._outs(space.up)
         launches += [*rounding, *self.binder.stack(f"{name} up", layer.up, ql, up)]
         if sizes.ratio == 4:
@@ -265,6 +277,7 @@ class Program:
         splits = space.split_sums.shape[1]
         head_blocks = -(-sizes.n_heads // attention.HEADS_PER_BLOCK)
         threads = -(-s.head_dim // 128) * 32
+        combine = attention.combine_kernel(sizes, rounds=self._rounds(s.head_dim))
         return [
             self._bind(
                 f"layer {index} attend", attention.partial_kernel(sizes),
@@ -273,17 +286,19 @@ class Program:
                 space.split_stats,
             ),
             self._bind(
-                f"layer {index} combine", attention.combine_kernel(sizes),
+                f"layer {index} combine", combine,
                 (sizes.n_heads + attention.APPEND_BLOCKS, batch), threads, *rows, self.lasts,
                 self.cos, self.sin, space.split_sums, space.split_stats, layer.sinks, space.heads,
-                *appended,
+                *appended, space.quants, space.quant_scales,
             ),
         ]  # fmt: skip
 
     def _project_out(self, index: int, layer: DeviceLayer) -> list[Launch]:
         s, space = self.shape, self.space
         name = f"layer {index}"
-        heads, rounding = self._rounded(f"{name} round heads", space.heads)
+        heads, rounding = self._rounded(
+            f"{name} round heads", space.heads, is_done=self._rounds(s.head_dim)
+        )
         g0, g1 = self.weights.groups
         low, y = space.low[: self.batch], space.y[: self.batch]
         launches = [
@@ -306,7 +321,7 @@ class Program:
         s, space, batch = self.shape, self.space, self.batch
         name = f"layer {index}"
         launches = self._hyper(f"{name} experts", layer.hc_ffn, layer.ffn_norm, has_post=True)
-        u, rounding = self._rounded(f"{name} round input", space.u)
+        u, rounding = self._rounded(f"{name} round input", space.u, is_done=self._rounds(s.d_model))
         outs = self._outs(space.ffn_in)
         launches += [*rounding, *self.binder.stack(f"{name} ffn in", layer.ffn_in, u, outs)]
         logits, l_column = self._place(layer.ffn_in, outs, "router")
@@ -368,7 +383,9 @@ class Program:
         launches = self._hyper(
             "head", weights.output_hc, weights.output_norm, has_post=True, is_head=True
         )
-        u, rounding = self._rounded("head round input", space.head_u)
+        u, rounding = self._rounded(
+            "head round input", space.head_u, is_done=self._rounds(self.shape.d_model)
+        )
         outs = self._outs(space.logits)
         launches += [*rounding, *self.binder.stack("logits", weights.output, u, outs)]
         logits, _ = self._place(weights.output, outs, "logits")

@@ -14,8 +14,16 @@ from typing import Any
 import attrs
 from numba import float32, int64
 
-from ds4.cuda.kernels.block import LOWEST, exp, inverse_root
-from ds4.cuda.kernels.intrinsics import address, cuda, device_function, div, fma, ld_f32x4
+from ds4.cuda.kernels.block import LOWEST, begin, exp, inverse_root, quantize_quad
+from ds4.cuda.kernels.intrinsics import (
+    address,
+    bounded_kernel,
+    cuda,
+    device_function,
+    div,
+    fma,
+    ld_f32x4,
+)
 from ds4.cuda.kernels.latent import LayerSizes, append_row
 from ds4.cuda.kernels.reduce import warp_sum
 
@@ -28,8 +36,8 @@ __all__ = [
     "partial_kernel",
 ]
 
-SPLIT_KEYS = 32
-HEADS_PER_BLOCK = 8
+SPLIT_KEYS = 16
+HEADS_PER_BLOCK = 4
 APPEND_BLOCKS = 4
 _GROUP = 4  # keys whose loads are in flight together
 _PIECE = 32  # splits whose weights are in shared memory together
@@ -77,8 +85,8 @@ def partial_kernel(sizes: HeadSizes) -> Any:
 
     Args: table, state, layer, slots, positions, firsts, cos, sin as in `latent`; q f32[B, *] from
     column 0; kv f32[B, head_dim], this step's rows; chosen i32[B, top_k]; out f32[B, splits, H,
-    head_dim], the unnormalised sum of the split; stats f32[B, splits, H, 2], its maximum and its sum
-    of exponentials.
+    head_dim], the unnormalised sum of the split; stats f32[B, splits, H, 2], its maximum and its
+    sum of exponentials.
     Grid: (splits, ceil(H / HEADS_PER_BLOCK), B) blocks of HEADS_PER_BLOCK warps; splits that the
     row does not reach end at once. No shared memory. Float32. Oracle: softmax in float64.
     """
@@ -94,10 +102,11 @@ def partial_kernel(sizes: HeadSizes) -> Any:
     scale = float32(hd**-0.5)
     n_keys = _GROUP * n_values
 
-    @cuda.jit
+    @bounded_kernel(32 * HEADS_PER_BLOCK, 4)
     def attend(
         table, state, layer, slots, positions, firsts, cosines, sines, q, kv, chosen, out, stats
     ):
+        begin()
         split = cuda.blockIdx.x
         b = cuda.blockIdx.z
         slot = slots[b]
@@ -198,14 +207,16 @@ def partial_kernel(sizes: HeadSizes) -> Any:
 
 
 @functools.cache
-def combine_kernel(sizes: HeadSizes) -> Any:
+def combine_kernel(sizes: HeadSizes, *, rounds: bool = False) -> Any:
     """Kernel: join a row's splits and its sink, rotate the tail back; append the row to the state.
 
-    Args: table, state, layer, slots, positions, firsts as in `latent`; lasts i32[B]; cos, sin; parts
-    and stats as `partial_kernel` wrote them; sinks f32[all heads]; out f32[B, H * head_dim]; kv and
+    With rounds also the byte form of out; head_dim must then be a multiple of 128.
+
+    Args: table, state, layer, slots, positions as in `latent`; lasts i32[B]; cos, sin; parts and
+    stats as `partial_kernel` wrote them; sinks f32[all heads]; out f32[B, H * head_dim]; kv and
     the compressors' inputs as `latent.append_row` takes them.
-    Grid: (H + APPEND_BLOCKS, B) blocks of ceil(head_dim / 128) warps. Block h joins head h, a thread
-    four elements; the last blocks append, which nothing else here reads. Shared: one number per
+    Grid: (H + APPEND_BLOCKS, B) blocks of ceil(head_dim / 128) warps. Block h joins head h, a
+    thread four elements; the last blocks append, which nothing else here reads. Shared: one number per
     split of a piece of 32. Float32. Oracle: softmax in float64, then the rotation by -t.
     """
     layer_sizes = sizes.layer
@@ -219,8 +230,10 @@ def combine_kernel(sizes: HeadSizes) -> Any:
     @cuda.jit
     def combine(
         table, state, layer, slots, positions, lasts, cosines, sines, parts, stats, sinks, out, kv,
-        k_in, k_column, s_in, s_column, ik_in, ik_column, is_in, is_column, ape, index_ape,
+        k_in, k_column, s_in, s_column, ik_in, ik_column, is_in, is_column, ape, index_ape, quants,
+        scales,
     ):  # fmt: skip
+        begin()
         head = cuda.blockIdx.x
         b = cuda.blockIdx.y
         thread = cuda.threadIdx.x
@@ -297,5 +310,8 @@ def combine_kernel(sizes: HeadSizes) -> Any:
             out[b, at + 1] = v1
             out[b, at + 2] = v2
             out[b, at + 3] = v3
+            if rounds:
+                quad = (int64(b) * n_heads * hd + at) >> 2
+                quantize_quad(v0, v1, v2, v3, quad, quants, scales)
 
     return combine

@@ -7,15 +7,68 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import float32
+from numba import float32, uint32
 
-from ds4.cuda.kernels.intrinsics import cuda, device_function, div
+from ds4.cuda.kernels.intrinsics import (
+    cuda,
+    device_function,
+    div,
+    grid_wait,
+    release_dependents,
+    shfl_xor,
+)
+from ds4.cuda.kernels.quantize import signed_byte
 from ds4.cuda.kernels.reduce import warp_sum
 
-__all__ = ["LOWEST", "block_sum", "exp", "inverse_root", "sigmoid", "swiglu"]
+__all__ = [
+    "LOWEST",
+    "begin",
+    "block_sum",
+    "exp",
+    "inverse_root",
+    "quantize_quad",
+    "sigmoid",
+    "swiglu",
+]
 
 LOWEST = np.float32(-3.0e38)
 """Stands for minus infinity where a difference of two of them must stay defined."""
+
+_LEVELS = np.float32(127.0)
+
+
+@device_function
+def begin():
+    """First statement of a kernel that reads or writes what other launches do.
+
+    Lets the next launch start early, and waits until the launch before has ended and its writes are
+    visible. Every kernel of a step must do both: the wait is what orders launches that overlap.
+    """
+    release_dependents()
+    grid_wait()
+
+
+@device_function
+def quantize_quad(a, b, c, d, quad, quants, scales):
+    """Write the byte form of four adjacent values, as `quantize.quantize_kernel` does.
+
+    All lanes of a warp call it together, lane l with quad number q0 + l, q0 a multiple of 8.
+    """
+    amax = max(max(abs(a), abs(b)), max(abs(c), abs(d)))
+    amax = max(amax, shfl_xor(amax, 1))
+    amax = max(amax, shfl_xor(amax, 2))
+    amax = max(amax, shfl_xor(amax, 4))
+    inverse = float32(0)
+    if amax > float32(0):
+        inverse = div(_LEVELS, amax)
+    quants[quad] = (
+        signed_byte(a, inverse)
+        | (signed_byte(b, inverse) << uint32(8))
+        | (signed_byte(c, inverse) << uint32(16))
+        | (signed_byte(d, inverse) << uint32(24))
+    )
+    if quad & 7 == 0:
+        scales[quad >> 3] = div(amax, _LEVELS)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 
 from numba import float32, int64
 
-from ds4.cuda.kernels.block import swiglu
+from ds4.cuda.kernels.block import begin, swiglu
 from ds4.cuda.kernels.intrinsics import cuda, device_function, fma
 from ds4.cuda.kernels.reduce import N_SHARDS, warp_sum
 
@@ -45,12 +45,13 @@ def _tree(parts, n):
 def product_kernel() -> Any:
     """Kernel (w f32[rows k], n_rows, k, x f32[B, X], group_rows, out f32[B, >= rows]).
 
-    out[b, o] = row o . x[b, g k : (g + 1) k] with g = o // group_rows. Grid: (ceil(rows / WARPS), B)
-    blocks of WARPS warps. Oracle: float64 product.
+    out[b, o] = row o . x[b, g k : (g + 1) k] with g = o // group_rows.
+    Grid: (ceil(rows / WARPS), B) blocks of WARPS warps. Oracle: float64 product.
     """
 
     @cuda.jit
     def product(w, n_rows, k, x, group_rows, out):
+        begin()
         lane = cuda.threadIdx.x & 31
         o = cuda.blockIdx.x * WARPS + (cuda.threadIdx.x >> 5)
         b = cuda.blockIdx.y
@@ -72,6 +73,7 @@ def sharded_kernel(n_shards: int) -> Any:
 
     @cuda.jit
     def sharded(w, n_rows, k, bounds, x, out):
+        begin()
         lane = cuda.threadIdx.x & 31
         o = cuda.blockIdx.x * WARPS + (cuda.threadIdx.x >> 5)
         b = cuda.blockIdx.y
@@ -98,6 +100,7 @@ def experts_up_kernel(n_used: int) -> Any:
 
     @cuda.jit
     def experts_up(gate, up, local, ids, weights, x, f, k, clamp, h):
+        begin()
         lane = cuda.threadIdx.x & 31
         o = cuda.blockIdx.x * WARPS + (cuda.threadIdx.x >> 5)
         slot = cuda.blockIdx.y
@@ -125,6 +128,7 @@ def experts_down_kernel(n_used: int, first_shard: int, n_shards: int) -> Any:
 
     @cuda.jit
     def experts_down(down, local, shard_of, ids, h, shared, bounds, hs, d, f, lanes, out):
+        begin()
         lane = cuda.threadIdx.x & 31
         o = cuda.blockIdx.x * WARPS + (cuda.threadIdx.x >> 5)
         b = cuda.blockIdx.y

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import float32, int64, uint32
 
-from ds4.cuda.kernels.block import block_sum, exp, inverse_root, sigmoid
+from ds4.cuda.kernels.block import begin, block_sum, exp, inverse_root, quantize_quad, sigmoid
 from ds4.cuda.kernels.intrinsics import (
     address,
     cuda,
@@ -52,6 +52,7 @@ def mix_kernel(d: int, n_mix: int, *, halves: bool, has_post: bool) -> Any:
 
     @cuda.jit
     def mix(fn, x, y, post, comb, rows, x_out, parts):
+        begin()
         lane = cuda.threadIdx.x & 31
         warp = cuda.threadIdx.x >> 5
         split = cuda.blockIdx.x
@@ -123,7 +124,7 @@ def mix_kernel(d: int, n_mix: int, *, halves: bool, has_post: bool) -> Any:
 
 @device_function
 def _sinkhorn(value, iterations, eps):
-    """One element C[i, j] per lane 4 i + j (lanes repeat every 16): softmax, then normalisations."""
+    """Element C[i, j] in lane 4 i + j (lanes repeat every 16): softmax, then normalisations."""
     top = max(value, shfl_xor(value, 1))
     top = max(top, shfl_xor(top, 2))
     value = exp(value - top)
@@ -143,34 +144,43 @@ def _sinkhorn(value, iterations, eps):
 
 @functools.cache
 def collapse_kernel(
-    d: int, n_mix: int, n_warps: int, iterations: int, hc_eps: float, rms_eps: float
+    d: int,
+    n_mix: int,
+    n_warps: int,
+    iterations: int,
+    hc_eps: float,
+    rms_eps: float,
+    *,
+    rounds: bool = False,
 ) -> Any:
-    """Kernel (parts, scale, base, x, norm, out, post, comb): streams to a sublayer's input.
+    """Kernel (parts, scale, base, x, norm, out, post, comb, quants, scales).
 
     m = (sum of parts over splits) * rms scale of the streams; out[b] = rms norm of
     sum_i pre[i] x[b, i], times norm. With n_mix 24 also post f32[B, 4] and comb f32[B, 16] of the
-    sublayer; with n_mix 4 (the output head) those are not written.
+    sublayer; with n_mix 4 (the output head) those are not written. With rounds also the byte form
+    of out (see `quantize`); d must then be a multiple of 128.
 
     Args: parts f32[B, splits, n_mix + 1]; scale f32[3 or 1]; base f32[n_mix]; x f32[B, 4 d].
-    Grid: B blocks of n_warps + 1 warps: the last warp computes comb beside the others. Shared:
-    4 d bytes and a little. Float32. Oracle: the formula in float64.
+    Grid: (2, B) blocks of n_warps warps; (1, B) for the head. Block (0, b) makes out, a thread four
+    adjacent columns at a time; block (1, b) makes post and comb with its first warp. Float32.
+    Oracle: the formula in float64.
     """
     n_threads = 32 * n_warps
-    total_of = block_sum(n_warps + 1)
+    total_of = block_sum(n_warps)
     width = N_STREAMS * d
     splits = -(-d // MIX_COLUMNS)
     quads = d // 4
-    has_post = n_mix > N_STREAMS
+    n_turns = -(-quads // n_threads)
+    n_values = 4 * n_turns
     eps_hc, eps_rms = float32(hc_eps), float32(rms_eps)
     inverse_width, inverse_d = float32(1.0 / width), float32(1.0 / d)
 
     @cuda.jit
-    def collapse(parts, scale, base, x, norm, out, post, comb):
-        b = cuda.blockIdx.x
+    def collapse(parts, scale, base, x, norm, out, post, comb, quants, scales):
+        begin()
+        b = cuda.blockIdx.y
         thread = cuda.threadIdx.x
         m = cuda.shared.array(32, float32)
-        pre = cuda.shared.array(4, float32)
-        u = cuda.shared.array(d, float32)
         scratch = cuda.shared.array(32, float32)
         if thread <= n_mix:
             total = float32(0)
@@ -179,38 +189,49 @@ def collapse_kernel(
             m[thread] = total
         cuda.syncthreads()
         root = inverse_root(m[n_mix] * inverse_width + eps_rms)
-        if thread < 4:
-            pre[thread] = sigmoid(m[thread] * root * scale[0] + base[thread]) + eps_hc
-        cuda.syncthreads()
-        square = float32(0)
-        if thread >= n_threads:
-            if has_post:
-                lane = thread - n_threads
-                k = lane & 15
+        if cuda.blockIdx.x > 0:
+            if thread < 32:
+                k = thread & 15
                 value = m[8 + k] * root * scale[2] + base[8 + k]
                 value = _sinkhorn(value, iterations, eps_hc)
-                if lane < 16:
-                    comb[b, lane] = value
-                if lane < 4:
-                    weight = sigmoid(m[4 + lane] * root * scale[1] + base[4 + lane])
-                    post[b, lane] = float32(2) * weight
-        else:
-            for quad in range(thread, quads, n_threads):
-                a0 = a1 = a2 = a3 = float32(0)
+                if thread < 16:
+                    comb[b, thread] = value
+                if thread < 4:
+                    weight = sigmoid(m[4 + thread] * root * scale[1] + base[4 + thread])
+                    post[b, thread] = float32(2) * weight
+            return
+        pre = cuda.local.array(4, float32)
+        for i in range(4):
+            pre[i] = sigmoid(m[i] * root * scale[0] + base[i]) + eps_hc
+        u = cuda.local.array(n_values, float32)
+        weight = cuda.local.array(n_values, float32)
+        square = float32(0)
+        for turn in range(n_turns):
+            quad = turn * n_threads + thread
+            v = 4 * turn
+            u[v] = u[v + 1] = u[v + 2] = u[v + 3] = float32(0)
+            if quad < quads:
                 for i in range(4):
                     x0, x1, x2, x3 = ld_f32x4(address(x, int64(b) * width + i * d + 4 * quad))
-                    a0 = fma(pre[i], x0, a0)
-                    a1 = fma(pre[i], x1, a1)
-                    a2 = fma(pre[i], x2, a2)
-                    a3 = fma(pre[i], x3, a3)
-                u[4 * quad], u[4 * quad + 1], u[4 * quad + 2], u[4 * quad + 3] = a0, a1, a2, a3
-                square = fma(a0, a0, square)
-                square = fma(a1, a1, square)
-                square = fma(a2, a2, square)
-                square = fma(a3, a3, square)
+                    u[v] = fma(pre[i], x0, u[v])
+                    u[v + 1] = fma(pre[i], x1, u[v + 1])
+                    u[v + 2] = fma(pre[i], x2, u[v + 2])
+                    u[v + 3] = fma(pre[i], x3, u[v + 3])
+                n0, n1, n2, n3 = ld_f32x4(address(norm, 4 * quad))
+                weight[v], weight[v + 1], weight[v + 2], weight[v + 3] = n0, n1, n2, n3
+            for k in range(4):
+                square = fma(u[v + k], u[v + k], square)
         square = total_of(square, scratch)
         root = inverse_root(square * inverse_d + eps_rms)
-        for i in range(thread, d, n_threads + 32):
-            out[b, i] = u[i] * root * norm[i]
+        for turn in range(n_turns):
+            quad = turn * n_threads + thread
+            v = 4 * turn
+            if quad < quads:
+                for k in range(4):
+                    u[v + k] = u[v + k] * root * weight[v + k]
+                    out[b, 4 * quad + k] = u[v + k]
+                if rounds:
+                    at = int64(b) * quads + quad
+                    quantize_quad(u[v], u[v + 1], u[v + 2], u[v + 3], at, quants, scales)
 
     return collapse

@@ -11,6 +11,7 @@ from typing import Any
 
 from numba import float32, int32, int64, uint32
 
+from ds4.cuda.kernels.block import begin
 from ds4.cuda.kernels.intrinsics import address, cuda, device_function, f32_bits, fma, ld_f32x4
 
 __all__ = ["KEYS_PER_BLOCK", "SELECT_THREADS", "scores_kernel", "select_kernel"]
@@ -35,7 +36,6 @@ def scores_kernel(n_heads: int, width: int, rope_dim: int, top_k: int) -> Any:
     Grid: (ceil(stride / KEYS_PER_BLOCK), B) blocks of 4 warps. Shared: the queries and 4 partial
     sums per key. Float32. Oracle: `ds4.cpu.kernels.attention.index_scores`.
     """
-    half = rope_dim // 2
     tail = width - rope_dim
     per_warp = -(-n_heads // _WARPS)
     n_passes = -(-per_warp // _HEADS_AT_ONCE)
@@ -47,6 +47,7 @@ def scores_kernel(n_heads: int, width: int, rope_dim: int, top_k: int) -> Any:
         table, state, layer, slots, positions, cosines, sines, q, q_column, weights, w_column,
         scale, scores,
     ):  # fmt: skip
+        begin()
         b = cuda.blockIdx.y
         slot = slots[b]
         if slot < 0:
@@ -121,11 +122,13 @@ def select_kernel(top_k: int, n_threads: int = SELECT_THREADS) -> Any:
 
     Grid: B blocks of n_threads. A radix selection finds the top_k-th largest value byte by byte
     (integer counts, so no order of addition matters), then one pass in index order collects.
-    Shared: 256 counters and one number per thread. Oracle: `ds4.cpu.kernels.attention.index_select`.
+    Shared: 256 counters and two numbers per thread. Oracle:
+    `ds4.cpu.kernels.attention.index_select`.
     """
 
     @cuda.jit
     def select(slots, positions, scores, chosen):
+        begin()
         b = cuda.blockIdx.x
         if slots[b] < 0:
             return

@@ -14,6 +14,7 @@ from typing import Any
 
 from numba import float32, float64, int64, uint32
 
+from ds4.cuda.kernels.block import begin
 from ds4.cuda.kernels.intrinsics import cuda, f16_to_f32
 
 __all__ = ["N_ANGLES", "angles_kernel", "embed_kernel"]
@@ -33,6 +34,7 @@ def angles_kernel(half: int) -> Any:
 
     @cuda.jit
     def angles(positions, frequencies, cosines, sines):
+        begin()
         b = cuda.blockIdx.x
         kind = cuda.threadIdx.x // half
         i = cuda.threadIdx.x % half
@@ -60,6 +62,7 @@ def embed_kernel(d: int, n_streams: int, *, halves: bool) -> Any:
 
     @cuda.jit
     def embed(table, tokens, x):
+        begin()
         b = cuda.blockIdx.y
         i = cuda.blockIdx.x * 128 + cuda.threadIdx.x
         if i < pairs:

@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 from numba import float32, int64
 
-from ds4.cuda.kernels.block import LOWEST, block_sum, exp, inverse_root
+from ds4.cuda.kernels.block import LOWEST, begin, block_sum, exp, inverse_root, quantize_quad
 from ds4.cuda.kernels.intrinsics import cuda, device_function, div, fma
 
 __all__ = ["N_PARTS", "LayerSizes", "Part", "append_row", "prepare_kernel"]
@@ -98,7 +98,7 @@ def _norm(width: int, eps: float) -> Any:
 
 @functools.cache
 def _rotate(width: int, rope_dim: int) -> Any:
-    """Device function (x f32[width] shared, cos, sin, b, kind): rotate the tail; ends with a barrier."""
+    """Device function (x f32[width] shared, cos, sin, b, kind): rotate the tail; then a barrier."""
     half = rope_dim // 2
     tail = width - rope_dim
 
@@ -160,8 +160,10 @@ def _pool(width: int, ratio: int) -> Any:
 
 
 @functools.cache
-def prepare_kernel(sizes: LayerSizes) -> Any:
+def prepare_kernel(sizes: LayerSizes, *, rounds: bool = False) -> Any:
     """Kernel: query latent, KV row, and the compressed rows that this step's tokens complete.
+
+    With rounds also the byte form of the latent; q_rank must then be a multiple of 128.
 
     Grid: (roles, B) blocks of THREADS. Role 0: latent[b] = rms norm of the q_a output. Role 1:
     kv[b] = rms norm of the KV output, rotated. Role 2 (ratio > 0): if position t ends a window,
@@ -188,8 +190,9 @@ def prepare_kernel(sizes: LayerSizes) -> Any:
     def prepare(
         table, state, layer, slots, positions, firsts, cosines, sines, q, q_column, kv_in,
         kv_column, k_in, k_column, s_in, s_column, ik_in, ik_column, is_in, is_column, q_norm,
-        kv_norm, ape, row_norm, index_ape, index_norm, latent, kv,
+        kv_norm, ape, row_norm, index_ape, index_norm, latent, kv, quants, scales,
     ):  # fmt: skip
+        begin()
         role = cuda.blockIdx.x
         b = cuda.blockIdx.y
         slot = slots[b]
@@ -205,6 +208,11 @@ def prepare_kernel(sizes: LayerSizes) -> Any:
             norm_q(row, q_norm, scratch)
             for i in range(cuda.threadIdx.x, q_rank, THREADS):
                 latent[b, i] = row[i]
+            if rounds:
+                for i in range(cuda.threadIdx.x, q_rank // 4, THREADS):
+                    at = int64(b) * (q_rank // 4) + i
+                    v = 4 * i
+                    quantize_quad(row[v], row[v + 1], row[v + 2], row[v + 3], at, quants, scales)
         elif role == 1:
             for i in range(cuda.threadIdx.x, hd, THREADS):
                 row[i] = kv_in[b, kv_column + i]

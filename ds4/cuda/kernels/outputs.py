@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import float32, int32
 
-from ds4.cuda.kernels.block import LOWEST
+from ds4.cuda.kernels.block import LOWEST, begin
 from ds4.cuda.kernels.intrinsics import cuda, device_function
 
 __all__ = ["ARGMAX_BLOCKS", "argmax_final_kernel", "argmax_kernel", "join_kernel"]
@@ -48,6 +48,7 @@ def argmax_kernel() -> Any:
 
     @cuda.jit
     def argmax(logits, n, values_out, indices_out):
+        begin()
         b = cuda.blockIdx.y
         values = cuda.shared.array(_THREADS, float32)
         indices = cuda.shared.array(_THREADS, int32)
@@ -83,6 +84,7 @@ def argmax_final_kernel() -> Any:
 
     @cuda.jit
     def final(values, indices, tokens):
+        begin()
         b = cuda.blockIdx.x
         if cuda.threadIdx.x == 0:
             best = values[b, 0]
@@ -111,6 +113,7 @@ def join_kernel(n_ranks: int) -> Any:
 
     @cuda.jit
     def join(parts, out):
+        begin()
         i = cuda.blockIdx.x * _THREADS + cuda.threadIdx.x
         if i < out.shape[0]:
             left = parts[0, i] + parts[1, i]

@@ -1,4 +1,4 @@
-"""The router: which experts a row uses and with which weights; and the shared expert's activation."""
+"""The router: which experts a row uses and their weights; and the shared expert's activation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import float32, float64, int32, int64
 
-from ds4.cuda.kernels.block import LOWEST, swiglu
+from ds4.cuda.kernels.block import LOWEST, begin, swiglu
 from ds4.cuda.kernels.intrinsics import cuda, device_function, div, shfl_xor
 
 __all__ = ["LANES_PER_BLOCK", "route_kernel"]
@@ -40,7 +40,8 @@ def route_kernel(n_experts: int, n_used: int, *, hashed: bool, biased: bool) -> 
     shared expert's projections, each with its first column; lanes of this rank; clamp; ids out
     i32[B, n_used]; weights out f32[B, n_used]; h out f32[B, lanes].
     Grid: (1 + ceil(lanes / LANES_PER_BLOCK), B) blocks of LANES_PER_BLOCK threads. Block 0 routes
-    with its first warp: descending score, ties to the lower id, or table order. Oracle:
+    with all threads for the affinities and its first warp for the choice: descending score, ties to
+    the lower id, or table order. Oracle:
     `ds4.cpu.kernels.moe.route`.
     """
     per_lane = -(-n_experts // 32)
@@ -50,26 +51,28 @@ def route_kernel(n_experts: int, n_used: int, *, hashed: bool, biased: bool) -> 
         logits, l_column, bias, table, tokens, scale, gate, gate_column, up, up_column, lanes,
         clamp, ids, weights, h,
     ):  # fmt: skip
+        begin()
         b = cuda.blockIdx.y
         if cuda.blockIdx.x > 0:
             i = (cuda.blockIdx.x - 1) * LANES_PER_BLOCK + cuda.threadIdx.x
             if i < lanes:
                 h[b, i] = swiglu(gate[b, gate_column + i], up[b, up_column + i], clamp)
             return
+        affinity = cuda.shared.array(n_experts, float32)
+        for e in range(cuda.threadIdx.x, n_experts, LANES_PER_BLOCK):
+            affinity[e] = _affinity(logits[b, l_column + e])
+        cuda.syncthreads()
         lane = cuda.threadIdx.x
         if lane >= 32:
             return
-        affinity = cuda.local.array(per_lane, float32)
         score = cuda.local.array(per_lane, float32)
         for i in range(per_lane):
             e = lane + 32 * i
-            affinity[i] = float32(0)
             score[i] = LOWEST
             if e < n_experts:
-                affinity[i] = _affinity(logits[b, l_column + e])
-                score[i] = affinity[i]
+                score[i] = affinity[e]
                 if biased:
-                    score[i] = affinity[i] + bias[e]
+                    score[i] = affinity[e] + bias[e]
         total = float32(0)
         mine = float32(0)
         for k in range(n_used):
@@ -88,18 +91,14 @@ def route_kernel(n_experts: int, n_used: int, *, hashed: bool, biased: bool) -> 
                     if other > best or (other == best and other_id < winner):
                         best = other
                         winner = other_id
-            # The lane that holds the winner hands its affinity to all.
-            own = float32(0)
-            for i in range(per_lane):
-                if lane + 32 * i == winner:
-                    own = affinity[i]
-                    score[i] = LOWEST
-            for step in range(5):
-                own = own + shfl_xor(own, 1 << step)
+                for i in range(per_lane):
+                    if lane + 32 * i == winner:
+                        score[i] = LOWEST
+            own = affinity[winner]
             total = total + own
             if lane == k:
                 mine = own
-                ids[b, k] = int32(winner)
+                ids[b, k] = winner
         total = max(total, _FLOOR)
         if lane < n_used:
             weights[b, lane] = div(mine, total) * scale

@@ -7,6 +7,7 @@ from numba import cuda
 
 from ds4.cuda.kernels.attention import (
     APPEND_BLOCKS,
+    HEADS_PER_BLOCK,
     SPLIT_KEYS,
     HeadSizes,
     combine_kernel,
@@ -66,13 +67,13 @@ def test_rows_attend_window_compressed_rows_and_sink(ratio):
     floats = [np.cos(angle), np.sin(angle), q, kv, sinks, ape, index_ape]
     cos, sin, dq, dkv, dsinks, dape, diape = (cuda.to_device(a.astype(np.float32)) for a in floats)
     rows = (dtable, dstate, np.int32(0), dslots, dpositions)
-    partial_kernel(heads)[(splits, 1, batch), 256](
+    partial_kernel(heads)[(splits, 1, batch), 32 * HEADS_PER_BLOCK](
         *rows, dfirsts, cos, sin, dq, dkv, dchosen, parts, stats
     )
     g = cuda.to_device(gates)
     combine_kernel(heads)[(HEADS + APPEND_BLOCKS, batch), 32](
         *rows, dlasts, cos, sin, parts, stats, dsinks, out, dkv, g, 0, g, cw, g, 2 * cw, g,
-        2 * cw + icw, dape, diape,
+        2 * cw + icw, dape, diape, dslots, dslots,
     )  # fmt: skip
     got, which = out.copy_to_host(), 1 if ratio else 0
     for b in range(2):
@@ -126,10 +127,21 @@ def test_a_row_has_the_same_bits_alone_and_inside_a_chunk():
         parts, stats = cases.poisoned(count, 1, HEADS, HD), cases.poisoned(count, 1, HEADS, 2)
         zeros = np.zeros(count, np.int32)
         span = slice(first, first + count)
-        arrays = (table, state.ravel(), np.int32(0), zeros, positions, zeros, np.cos(angle[span]),
-                  np.sin(angle[span]), q[span], kv[span], np.zeros((count, TOP_K), np.int32))  # fmt: skip
+        arrays = (
+            table,
+            state.ravel(),
+            np.int32(0),
+            zeros,
+            positions,
+            zeros,
+            np.cos(angle[span]),
+            np.sin(angle[span]),
+            q[span],
+            kv[span],
+            np.zeros((count, TOP_K), np.int32),
+        )
         on_device = [a if a.ndim == 0 else cuda.to_device(a) for a in arrays]
-        partial_kernel(heads)[(1, 1, count), 256](*on_device, parts, stats)
+        partial_kernel(heads)[(1, 1, count), 32 * HEADS_PER_BLOCK](*on_device, parts, stats)
         return parts.copy_to_host(), stats.copy_to_host()
 
     whole = run(0, 4)

@@ -6,6 +6,7 @@ import pytest
 from numba import cuda
 
 from ds4.cuda.kernels.hyper import MIX_COLUMNS, collapse_kernel, mix_kernel
+from ds4.cuda.kernels.quantize import quantize_reference
 
 EPS = 1e-6
 
@@ -24,7 +25,7 @@ def sinkhorn(c, iterations):
     return c
 
 
-@pytest.mark.parametrize(("d", "halves"), [(16, False), (136, True)])
+@pytest.mark.parametrize(("d", "halves"), [(16, False), (136, True), (256, True)])
 def test_a_sublayer_s_input_and_post_weights_equal_the_formula(d, halves):
     rng = np.random.default_rng(1)
     n, iterations = 24, 3
@@ -41,9 +42,16 @@ def test_a_sublayer_s_input_and_post_weights_equal_the_formula(d, halves):
     mix_kernel(d, n, halves=halves, has_post=True)[(splits, 2), 128](
         cuda.to_device(stored), dx, dy, dpost, dcomb, rows, dx, parts
     )
-    collapse_kernel(d, n, 1, iterations, EPS, EPS)[2, 64](
-        parts, dscale, dbase, dx, dnorm, out, dpost, dcomb
+    rounds = d % 128 == 0
+    quants = cuda.to_device(np.zeros(2 * d // 4, np.uint32))
+    scales = cases.poisoned(2 * -(-d // 32))
+    collapse_kernel(d, n, 1, iterations, EPS, EPS, rounds=rounds)[(2, 2), 32](
+        parts, dscale, dbase, dx, dnorm, out, dpost, dcomb, quants, scales
     )
+    if rounds:
+        want_quants, want_scales = quantize_reference(out.copy_to_host())
+        assert np.array_equal(quants.copy_to_host().view(np.int8), want_quants.ravel())
+        assert np.array_equal(scales.copy_to_host(), want_scales.ravel())
     streams = x.reshape(2, 4, d)
     mixed = np.einsum("bic,bid->bcd", comb.reshape(2, 4, 4), streams)
     mixed = mixed + post[:, :, None] * y[:, None]
@@ -70,13 +78,17 @@ def test_the_head_collapses_the_rows_it_is_asked_for():
     outs = {}
     for rows in ([2], [0, 2]):
         b = len(rows)
-        target, parts, out = cases.poisoned(b, 32), cases.poisoned(b, 1, n + 1), cases.poisoned(b, d)
+        target, parts, out = (
+            cases.poisoned(b, 32),
+            cases.poisoned(b, 1, n + 1),
+            cases.poisoned(b, d),
+        )
         arrays = [cuda.to_device(a) for a in (fn.ravel(), x, y, post, comb)]
         order = cuda.to_device(np.array(rows, np.int32))
         mix_kernel(d, n, halves=False, has_post=True)[(1, b), 128](*arrays, order, target, parts)
         ones = cuda.to_device(np.ones(d, np.float32))
-        collapse_kernel(d, n, 1, 2, EPS, EPS)[b, 64](
-            parts, ones, ones, target, ones, out, arrays[3], arrays[4]
+        collapse_kernel(d, n, 1, 2, EPS, EPS)[(1, b), 32](
+            parts, ones, ones, target, ones, out, arrays[3], arrays[4], order, order
         )
         assert np.array_equal(arrays[3].copy_to_host(), post), "the head has no post weights"
         outs[b] = out.copy_to_host()

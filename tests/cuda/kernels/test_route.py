@@ -31,7 +31,8 @@ def test_experts_and_weights_are_the_cpu_backend_s(hashed):
     none_f, none_i = np.zeros(0, np.float32), np.zeros(0, np.int32)
     moe.route(
         np.ascontiguousarray(logits[:, 1:]).ravel(), none_f if hashed else bias,
-        table.ravel() if hashed else none_i, tokens, B, E, K, np.float32(1.5), want_ids, want_weights,
+        table.ravel() if hashed else none_i, tokens, B, E, K, np.float32(1.5), want_ids,
+        want_weights,
     )  # fmt: skip
     assert ids.copy_to_host().ravel().tolist() == want_ids.tolist()
     assert np.allclose(weights.copy_to_host().ravel(), want_weights, rtol=1e-6, atol=0)
