@@ -8,10 +8,13 @@ the eager run.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ds4.cuda.device import Device, Launch, Replay
-from ds4.cuda.step import Program
 from ds4.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ds4.cuda.step import Program
 
 __all__ = ["BUCKETS", "Buckets", "bucket_of"]
 

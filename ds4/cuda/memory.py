@@ -16,8 +16,9 @@ import numpy as np
 
 from ds4.cuda.device import Device
 from ds4.errors import DeviceError, OutOfDeviceMemory
+from ds4.model.deepseek4.shape import DeepSeek4Shape
 
-__all__ = ["ALIGNMENT", "Arena", "MemoryLayout", "Regions", "Reservation"]
+__all__ = ["ALIGNMENT", "Arena", "MemoryLayout", "Regions", "Reservation", "state_elements"]
 
 ALIGNMENT = 256
 _GIB = float(1 << 30)
@@ -158,3 +159,19 @@ class Regions:
             else:
                 merged.append((start, length))
         self._free = merged
+
+
+def state_elements(shape: DeepSeek4Shape, n_ctx: int) -> tuple[int, int]:
+    """(fixed, growing) float32 elements of one session: window and slots; compressed rows.
+
+    The fixed part is what a checkpoint copies.
+    """
+    fixed = growing = 0
+    for ratio in shape.ratios:
+        fixed += shape.window * shape.head_dim
+        if ratio:
+            c = 2 if ratio == 4 else 1
+            width = shape.head_dim + (shape.index_dim if ratio == 4 else 0)
+            fixed += 2 * (c * ratio) * c * width
+            growing += max(1, n_ctx // ratio) * width
+    return fixed, growing

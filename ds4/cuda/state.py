@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from ds4.cpu.state import LayerState, SessionState
 from ds4.cuda.device import Device
 from ds4.cuda.kernels.latent import N_PARTS, Part
-from ds4.cuda.memory import Regions
-from ds4.cuda.workspace import state_elements
+from ds4.cuda.memory import Regions, state_elements
 from ds4.errors import OutOfDeviceMemory
 from ds4.model.deepseek4.shape import DeepSeek4Shape
 

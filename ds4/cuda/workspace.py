@@ -23,7 +23,7 @@ from ds4.cuda.weights import DeviceWeights, Stack
 from ds4.gguf import QuantType
 from ds4.model.deepseek4.shape import DeepSeek4Shape
 
-__all__ = ["META_FIELDS", "StepLimits", "Workspace", "state_elements"]
+__all__ = ["META_FIELDS", "StepLimits", "Workspace"]
 
 META_FIELDS = ("tokens", "positions", "slots", "firsts", "lasts", "wanted", "every")
 """Rows of the step's meta array: what each row of the bucket is (token, position, slot or -1, first
@@ -55,22 +55,6 @@ class StepLimits:
                 rows = self.max_context // ratio
                 more = max(more, min(rows, shape.index_top_k) if ratio == 4 else rows)
         return -(-(keys + more) // SPLIT_KEYS)
-
-
-def state_elements(shape: DeepSeek4Shape, n_ctx: int) -> tuple[int, int]:
-    """(fixed, growing) float32 elements of one session: window and slots; compressed rows.
-
-    The fixed part is what a checkpoint copies.
-    """
-    fixed = growing = 0
-    for ratio in shape.ratios:
-        fixed += shape.window * shape.head_dim
-        if ratio:
-            c = 2 if ratio == 4 else 1
-            width = shape.head_dim + (shape.index_dim if ratio == 4 else 0)
-            fixed += 2 * (c * ratio) * c * width
-            growing += max(1, n_ctx // ratio) * width
-    return fixed, growing
 
 
 class Workspace:
