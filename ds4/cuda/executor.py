@@ -14,7 +14,7 @@ from ds4.cuda.device import Device, open_device
 from ds4.cuda.graph import BUCKETS, Buckets, bucket_of
 from ds4.cuda.join import DeviceJoin, SoloJoin
 from ds4.cuda.memory import Arena, MemoryLayout
-from ds4.cuda.source import FileSource, Uploader, WeightSource
+from ds4.cuda.source import STAGING_BYTES, FileSource, Uploader, WeightSource
 from ds4.cuda.state import DeviceSession, SessionPool
 from ds4.cuda.step import Program
 from ds4.cuda.weights import DeviceWeights
@@ -139,6 +139,9 @@ class CudaExecutor:
         )
         self.limits = limits
         layout = MemoryLayout()
+        # No more than a small model's file, so that a test of one needs no 64 MB.
+        wanted = STAGING_BYTES if self.file is None else min(STAGING_BYTES, self.file.file_bytes)
+        staging = layout.reserve("staging", "staging", (2, -(-wanted // 512) * 512), np.uint8)
         Workspace(DeviceWeights(source, own, layout), limits, layout)
         one = SessionPool.session_elements(s, limits.max_context, limits.checkpoints)
         free, _ = device.memory()
@@ -154,13 +157,15 @@ class CudaExecutor:
                                      np.float32)  # fmt: skip
         self.memory_plan = layout
         arena = Arena(device, layout)
-        again, uploader = MemoryLayout(), Uploader(device)
+        again, uploader = MemoryLayout(), Uploader(device, arena.view(staging))
+        again.reserve("staging", "staging", staging.shape, np.uint8)
         # The same reservations in the same order: every array comes to lie where it was planned.
         self.weights = DeviceWeights(source, own, again, arena, uploader)
         self.space = Workspace(self.weights, limits, again, arena)
         used = again.total_bytes
         if used != state_place.offset:
             raise AssertionError(f"planned {state_place.offset} bytes, laid out {used}")
+        uploader.finish()
         self.uploaded_bytes = uploader.n_bytes
         self._clear_workspace(arena, used)
         self.pool = SessionPool(

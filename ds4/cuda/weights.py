@@ -155,7 +155,8 @@ class DeviceWeights:
         self.embedding = self._matrix(
             self._storage(name, (F16,), s.d_model), [self._whole(name, s.n_vocab, s.d_model)]
         )
-        self.selectors = self._array("codebook selectors", 256, np.uint32, iq2_xxs_selectors)
+        codebook = iq2_xxs_selectors()
+        self.selectors = self._array("codebook", codebook.size, np.uint32, lambda: codebook)
         self.layers = [self._layer(i) for i in range(s.n_layers)]
         self.output_hc = self._hyper("output_hc", s.n_streams, 1)
         self.output_norm = self._vector("output_norm.weight", s.d_model)
