@@ -12,10 +12,6 @@ from hypothesis import HealthCheck, settings
 
 from ds4.gguf import GGUFFile
 
-# Time per example measures how busy the machine is, not the code.
-settings.register_profile("ds4", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ds4")
-
 DATA = Path(__file__).parent / "data"
 
 # A property says nothing about time, and a busy machine must not fail it.

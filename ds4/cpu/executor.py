@@ -35,7 +35,8 @@ class CpuExecutor:
     Args:
       file: an opened file; closed by `close`.
       rounding: activation rounding switch.
-      threads: worker threads; None takes every core this process may use.
+      threads: most worker threads; None takes every core this process may use. Small batches
+        use one, whatever the limit.
       own: this rank's shards; None for a world of one.
       collective: how ranks join; None for a world of one.
 
@@ -57,13 +58,16 @@ class CpuExecutor:
         self.shape = load_shape(file)
         self.rounding = rounding
         self.collective: Collective = collective or SoloCollective()
-        if threads is not None:
-            limit = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]  # set at import
-            if not 1 <= threads <= limit:
-                raise ConfigError(f"threads must be from 1 to {limit} here, got {threads}")
-            numba.set_num_threads(threads)
+        limit = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]  # set at import
+        threads = limit if threads is None else threads
+        if not 1 <= threads <= limit:
+            raise ConfigError(f"threads must be from 1 to {limit} here, got {threads}")
         self.forward = Forward(
-            Weights(file, self.shape), own or Ownership.of(self.shape), self.collective, rounding
+            Weights(file, self.shape),
+            own or Ownership.of(self.shape),
+            self.collective,
+            rounding,
+            threads,
         )
         self._sessions: dict[SessionId, SessionState] = {}
         self._identity = hashlib.blake2b(

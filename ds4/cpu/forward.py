@@ -65,6 +65,26 @@ class _Angles:
         return cls(np.cos(angle).astype(np.float32).reshape(-1), sin, -sin)
 
 
+# Below this many multiply-adds a pass has about a millisecond of work for each core, and waking
+# and waiting for threads (some twenty times a layer) costs as much; on a busy machine far more.
+_SMALL_MACS = 50_000_000
+
+
+def _multiply_adds(weights: Weights) -> int:
+    """Multiply-adds of one row: every matrix once, K of E routed experts."""
+    s = weights.shape
+    total = weights.output.n_out * weights.output.n_in
+    for w in weights.layers:
+        matrices = [w.hc_attn[0], w.hc_ffn[0], w.q_a, w.q_b, w.kv, w.output_a, w.output_b]
+        matrices += [w.router, w.shared_gate, w.shared_up, w.shared_down]
+        for c in (w.compressor, w.index_compressor):
+            matrices += [c.kv, c.gate] if c is not None else []
+        matrices += [m for m in (w.index_q, w.index_proj) if m is not None]
+        total += sum(m.n_out * m.n_in for m in matrices)
+        total += sum(m.n_out * m.n_in for m in (w.gate, w.up, w.down)) * s.n_used
+    return total
+
+
 class Forward:
     """Computes batches; owns no session.
 
@@ -73,6 +93,7 @@ class Forward:
       own: this rank's shards.
       collective: how parts are joined.
       rounding: activation rounding switch.
+      threads: most worker threads; small batches use one.
     """
 
     def __init__(
@@ -81,8 +102,12 @@ class Forward:
         own: Ownership,
         collective: Collective,
         rounding: Rounding = Rounding.NONE,
+        threads: int = 1,
     ) -> None:
         self.weights = weights
+        self.threads = threads
+        self._row_macs = _multiply_adds(weights)
+        self._tasks = 1
         self.own = own
         self.collective = collective
         self.rounding = rounding
@@ -114,7 +139,7 @@ class Forward:
         first, last = rows if rows is not None else (0, m.n_out)
         n = last - first
         out = np.empty(n_rows * n, np.float32)
-        tasks = max(1, min(n, 4 * numba.get_num_threads()))
+        tasks = max(1, min(n, self._tasks))
         matmul.matmul(
             m.kind, m.data, m.row_bytes, first, n, m.n_in, x, m.n_in, 0, n_rows, out, tasks
         )
@@ -361,6 +386,9 @@ class Forward:
         s = self.shape
         tokens = np.concatenate([segment.tokens for segment in segments])
         n_rows = int(tokens.size)
+        threads = 1 if n_rows * self._row_macs < _SMALL_MACS else self.threads
+        numba.set_num_threads(threads)
+        self._tasks = threads if threads == 1 else 4 * threads
         positions = np.concatenate(
             [segment.state.length + np.arange(segment.n_rows) for segment in segments]
         )

@@ -9,7 +9,7 @@ from enum import Enum
 
 import attrs
 
-from ds4.frontends.conversation import Conversation
+from ds4.frontends.conversation import Conversation, Turn, opens_reasoning
 from ds4.frontends.interrupt import Interrupt
 from ds4.frontends.progress import PrefillProgress, Rates
 from ds4.frontends.terminal import DIM, RESET, Terminal
@@ -102,7 +102,7 @@ class AnswerWriter:
 
 def run_turn(
     conversation: Conversation,
-    ids: Sequence[int],
+    turn: Turn,
     *,
     max_tokens: int,
     sampling: SamplingParams,
@@ -113,8 +113,8 @@ def run_turn(
     """Feed a rendered turn and write the answer.
 
     Args:
-      conversation: it grows by the turn.
-      ids: what the turn adds.
+      conversation: the one that goes on.
+      turn: what it grows by.
       max_tokens: most tokens to sample.
       sampling: how to choose them.
       terminal: where the answer and the rates go.
@@ -125,9 +125,11 @@ def run_turn(
       Ds4Error: the turn does not fit or the model failed. What was written stays written.
     """
     tokenizer = conversation.model.tokenizer
-    trace.tokens("prompt", ids, tokenizer.decode(ids))
-    progress = PrefillProgress(terminal, len(ids))
-    rates = Rates(prefill_tokens=len(ids))
+    if turn.keep < len(conversation.session):
+        trace.section("timeline", f"cut to its first {turn.keep} tokens")
+    trace.tokens("prompt", turn.ids, tokenizer.decode(turn.ids))
+    progress = PrefillProgress(terminal, len(turn.ids))
+    rates = Rates(prefill_tokens=len(turn.ids))
     sampled: list[int] = []
     # Closing the generator is what rolls a failed turn back, so it happens here and not whenever it
     # is collected.
@@ -135,7 +137,7 @@ def run_turn(
         interrupt.guard(),
         contextlib.closing(
             conversation.answer(
-                ids,
+                turn,
                 max_tokens=max_tokens,
                 sampling=sampling,
                 progress=progress,
@@ -146,7 +148,9 @@ def run_turn(
         with progress:
             first = next(tokens, None)
         if first is not None:
-            writer = AnswerWriter(terminal, tokenizer, thinking=_opens_reasoning(tokenizer, ids))
+            writer = AnswerWriter(
+                terminal, tokenizer, thinking=opens_reasoning(conversation.model, turn.ids)
+            )
             try:
                 for token in itertools.chain([first], tokens):
                     rates.token()
@@ -173,11 +177,3 @@ def _ending(
     if len(sampled) >= max_tokens:
         return Ending.LENGTH
     return Ending.CONTEXT
-
-
-def _opens_reasoning(tokenizer: Tokenizer, ids: Sequence[int]) -> bool:
-    """Whether what follows these ids is reasoning."""
-    special = tokenizer.special
-    marks = (special.think, special.end_think, special.eos, special.user)
-    last = next((token for token in reversed(ids) if token in marks), None)
-    return last == special.think

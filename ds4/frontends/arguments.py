@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -175,12 +176,11 @@ def number(low: float, high: float) -> Callable[[str], float]:
 
 
 def text(value: str) -> str:
-    """Type of text: UTF-8, which the shell does not check."""
+    """Type of text. The shell passes bytes; whatever the locale makes of them, they are UTF-8."""
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
+        return os.fsencode(value).decode("utf-8")
+    except UnicodeError:
         raise argparse.ArgumentTypeError(f"expected UTF-8 text, got {value!a}") from None
-    return value
 
 
 def file_name(value: str) -> str:

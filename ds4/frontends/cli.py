@@ -27,6 +27,7 @@ from ds4.frontends.inspect import report
 from ds4.frontends.options import cli_parser
 from ds4.frontends.prompt import Prompt, read_prompt
 from ds4.frontends.tasks import Tasks
+from ds4.frontends.template_option import read_template
 from ds4.frontends.terminal import Terminal, is_terminal
 from ds4.frontends.trace import Trace
 from ds4.gguf import GGUFFile
@@ -41,16 +42,20 @@ _log = logging.getLogger(__name__)
 
 def entry() -> None:
     """Console script: run on the process's own streams and exit."""
+    stderr = _usable(sys.stderr, "w")
+    if sys.stdout is None:  # closed by the shell; a silent success would be a lie
+        stderr.write("ds4: error: standard output is closed\n")
+        sys.exit(EXIT_FAILED)
     status = main(
         sys.argv[1:],
         stdin=_usable(sys.stdin, "r"),
         stdout=_usable(sys.stdout, "w"),
-        stderr=_usable(sys.stderr, "w"),
+        stderr=stderr,
         environment=os.environ,
     )
     try:
         sys.stdout.flush()
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError):
         # The failure has been reported; without this, the interpreter would report it again.
         os._exit(status or EXIT_FAILED)
     sys.exit(status)
@@ -88,19 +93,10 @@ def main(
     terminal = Terminal(
         program="ds4", stdin=stdin, stdout=stdout, stderr=stderr, environment=environment
     )
-    parser = cli_parser()
     try:
-        args = parser.parse_args(list(argv))
-        terminal.quiet = args.quiet
-        for text in unknown_variables(environment):
-            terminal.warning(text)
-        with terminal.logging(log_level(environment)):
-            status = _run(args, terminal)
+        status = _parse_and_run(argv, terminal)
         stdout.flush()
         return status
-    except HelpRequested as request:
-        stdout.write(parser.help_text(request.topic))
-        return EXIT_OK
     except UsageError as error:
         terminal.error(f"{error} (see ds4 --help)")
         return EXIT_USAGE
@@ -120,6 +116,20 @@ def main(
     except KeyboardInterrupt:
         terminal.error("interrupted")
         return EXIT_INTERRUPTED
+
+
+def _parse_and_run(argv: Sequence[str], terminal: Terminal) -> int:
+    parser = cli_parser()
+    try:
+        args = parser.parse_args(list(argv))
+    except HelpRequested as request:
+        terminal.stdout.write(parser.help_text(request.topic))
+        return EXIT_OK
+    terminal.quiet = args.quiet
+    for text in unknown_variables(terminal.environment):
+        terminal.warning(text)
+    with terminal.logging(log_level(terminal.environment)):
+        return _run(args, terminal)
 
 
 _OPTION_OF_FIELD = {
@@ -151,8 +161,9 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
         for option in ("dump_logprobs", "dump_logits"):
             if (path := getattr(args, option)) is not None:
                 check_writable(f"--{option.replace('_', '-')}", path)
+        template = read_template(args.chat_template, file) if args.chat_template else None
         with Trace(args.trace) as trace, _open_model(args, terminal, file) as model:
-            return Tasks(args, terminal, model, trace).run(prompt)
+            return Tasks(args, terminal, model, trace, template).run(prompt)
     finally:
         file.close()
 

@@ -90,7 +90,8 @@ def _model(file: GGUFFile, shape: DeepSeek4Shape) -> Iterator[str]:
 def _runs(values: Iterable[object]) -> str:
     """A list with repetitions counted."""
     counts = Counter(values)
-    return ", ".join(f"{value} ({n} layers)" for value, n in sorted(counts.items(), key=str))
+    ordered = sorted(counts.items(), key=str)
+    return ", ".join(f"{value} ({n} layer{'s' * (n != 1)})" for value, n in ordered)
 
 
 def _shape(s: DeepSeek4Shape) -> Iterator[str]:

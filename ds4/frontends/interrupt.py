@@ -7,6 +7,7 @@ one more ends the process at once.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ _PATIENCE = 3
 
 
 def _exit_now() -> NoReturn:
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h\x1b[0m\n")  # a progress line hides the cursor
     os._exit(EXIT_INTERRUPTED)
 
 
@@ -30,7 +33,7 @@ class Interrupt:
 
     Args:
       say: called from the signal handler at the second Ctrl+C.
-      leave: called at the third; must not return.
+      leave: called at the third; it ends the process.
 
     Attributes:
       asked: whether Ctrl+C was pressed in the current or latest guard.
@@ -65,6 +68,8 @@ class Interrupt:
         self.asked = True
         self._count += 1
         if self._count == _PATIENCE - 1:
-            self._say("stopping after the step that runs now; Ctrl+C once more ends the program")
+            # The handler may run in the middle of a write to the same stream, which then refuses.
+            with contextlib.suppress(RuntimeError):
+                self._say("stopping after the step that runs now; Ctrl+C again ends the program")
         elif self._count >= _PATIENCE:
             self._leave()

@@ -223,6 +223,13 @@ def _add_prompt(parser: Parser) -> None:
         help="continue the prompt as text: no chat markers, no system text",
     )
     group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        type=file_name,
+        help="render with a Jinja template instead of ds4's own layout; the word model takes the"
+        " template in the model file",
+    )
+    group.add_argument(
         "-n",
         "--tokens",
         metavar="N",

@@ -108,7 +108,7 @@ class Rates:
     tokens: int = 0
     decode_s: float = 0.0
     _start: float = attrs.field(factory=time.perf_counter)
-    _first: float = 0.0
+    _first: float = attrs.field(default=0.0, init=False)
 
     def token(self) -> None:
         """Record that a token has been sampled."""

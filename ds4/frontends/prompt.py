@@ -59,6 +59,8 @@ def read_prompt(args: argparse.Namespace, terminal: Terminal, n_vocab: int) -> P
     """
     if args.prefix_file is not None and args.raw_prompt:
         raise UsageError("argument --prefix-file: not allowed with argument --raw-prompt")
+    if args.chat_template is not None and args.raw_prompt:
+        raise UsageError("argument --chat-template: not allowed with argument --raw-prompt")
     given = [args.prompt, args.prompt_file, args.tokens_file]
     if args.perplexity_file is not None:
         if any(value is not None for value in given):

@@ -24,6 +24,7 @@ from ds4.frontends.terminal import Terminal
 from ds4.frontends.thinking import Thinking, effective_mode
 from ds4.frontends.trace import Trace
 from ds4.model.chat import Message, ThinkingMode
+from ds4.model.template import ChatTemplate
 from ds4.sampling import SamplingParams
 
 __all__ = ["Chat", "ChatOptions"]
@@ -40,6 +41,7 @@ class ChatOptions:
       system: system text.
       prefix: earlier turns.
       raw: no chat markers.
+      template: chat template to render with; None for the model's own layout.
     """
 
     thinking: Thinking
@@ -48,6 +50,7 @@ class ChatOptions:
     system: str = ""
     prefix: Sequence[Message] = ()
     raw: bool = False
+    template: ChatTemplate | None = None
 
 
 _MODES: dict[str, Thinking] = {"/think": "think", "/think-max": "max", "/nothink": "none"}
@@ -89,6 +92,7 @@ class Chat:
             system=self._options.system,
             prefix=self._options.prefix,
             raw=self._options.raw,
+            template=self._options.template,
         )
 
     def run(self, editor: LineEditor) -> None:

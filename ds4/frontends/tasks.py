@@ -9,7 +9,7 @@ import time
 from ds4.api import Model
 from ds4.errors import InvalidRequest
 from ds4.frontends.answer import Ending, run_turn
-from ds4.frontends.conversation import Conversation
+from ds4.frontends.conversation import Conversation, Turn
 from ds4.frontends.dumps import (
     Diagnostics,
     Interrupted,
@@ -28,6 +28,7 @@ from ds4.frontends.repl import Chat, ChatOptions
 from ds4.frontends.terminal import Terminal
 from ds4.frontends.thinking import effective_mode
 from ds4.frontends.trace import Trace
+from ds4.model.template import ChatTemplate
 from ds4.sampling import SamplingParams
 
 __all__ = ["Tasks"]
@@ -43,15 +44,22 @@ class Tasks:
       terminal: streams.
       model: the loaded model; the caller closes it.
       trace: gets prompts and answers.
+      template: chat template to render with; None for the model's own layout.
     """
 
     def __init__(
-        self, args: argparse.Namespace, terminal: Terminal, model: Model, trace: Trace
+        self,
+        args: argparse.Namespace,
+        terminal: Terminal,
+        model: Model,
+        trace: Trace,
+        template: ChatTemplate | None = None,
     ) -> None:
         self._args = args
         self._terminal = terminal
         self._model = model
         self._trace = trace
+        self._template = template
         self._interrupt = Interrupt(terminal.note)
         seed = args.seed if args.seed is not None else time.time_ns() % 2**64
         self._sampling = SamplingParams(
@@ -94,7 +102,7 @@ class Tasks:
         notice = threading.Timer(
             _PATIENCE_S,
             self._terminal.note,
-            ["compiling kernels for this machine; the next start finds them ready"],
+            ["getting the kernels ready; the first start on a machine compiles them"],
         )
         notice.daemon = True
         notice.start()
@@ -112,11 +120,12 @@ class Tasks:
             system=self._args.system,
             prefix=prompt.prefix,
             raw=self._args.raw_prompt,
+            template=self._template,
         )
 
-    def _ids(self, conversation: Conversation, prompt: Prompt, option: str) -> list[int]:
+    def _turn(self, conversation: Conversation, prompt: Prompt, option: str) -> Turn:
         if prompt.ids is not None:
-            return prompt.ids
+            return conversation.given(prompt.ids)
         mode, note = effective_mode(self._args.thinking, self._model.n_ctx)
         if note is not None:
             self._terminal.note(note)
@@ -127,7 +136,7 @@ class Tasks:
         conversation = self._conversation(prompt)
         outcome = run_turn(
             conversation,
-            self._ids(conversation, prompt, "-p"),
+            self._turn(conversation, prompt, "-p"),
             max_tokens=self._args.tokens,
             sampling=self._sampling,
             terminal=self._terminal,
@@ -146,6 +155,7 @@ class Tasks:
             system=self._args.system,
             prefix=prompt.prefix,
             raw=self._args.raw_prompt,
+            template=self._template,
         )
         chat = Chat(
             self._model,
@@ -170,7 +180,7 @@ class Tasks:
             if getattr(args, name) is not None
         )
         conversation = self._conversation(prompt)
-        ids = self._ids(conversation, prompt, option)
+        ids = self._turn(conversation, prompt, option).ids
         conversation.close()
         self._trace.tokens("prompt", ids, self._model.tokenizer.decode(ids))
         if args.dump_logprobs is not None:

@@ -13,6 +13,7 @@ import pytest
 
 import ds4
 from ds4.frontends import answer as answer_module
+from ds4.frontends import cli
 from tests.frontends.conftest import MODEL, run
 
 GREEDY = ("-p", "hi", "-n", "8", "--temp", "0")
@@ -218,9 +219,38 @@ def test_think_max_in_a_small_context_is_high_and_says_so(tmp_path):
     assert outcome.out == run(*GREEDY).out
 
 
+def test_think_max_on_a_model_without_its_text_exits_2_naming_the_option(monkeypatch):
+    monkeypatch.setattr("ds4.frontends.thinking.MAX_THINKING_CONTEXT", 4096)
+    outcome = run(*GREEDY, "--think-max")
+    assert (outcome.status, outcome.out) == (2, "")
+    assert outcome.err.startswith("ds4: error: argument --think-max: thinking mode max needs")
+    assert outcome.err.count("\n") == 1
+
+
 def test_warming_reads_all_weights_and_says_how_many():
     outcome = run(*GREEDY, "--warm-weights")
     assert "read 11,811,492 bytes of weights" in outcome.err
+
+
+def test_quality_says_at_debug_level_that_the_cpu_has_no_other_kernels():
+    outcome = run(*GREEDY, "--quality", environment={"DS4_LOG": "debug"})
+    assert "ds4: debug: quality.exact backend=cpu" in outcome.err
+    assert "quality" not in run(*GREEDY, "--quality").err
+
+
+def test_without_a_model_option_the_bundled_model_runs(monkeypatch):
+    monkeypatch.setattr(cli, "bundled_model", lambda: MODEL)
+    assert run(*GREEDY, model=None).out == run(*GREEDY).out
+
+
+def test_logits_that_are_not_numbers_exit_1_in_one_line(monkeypatch):
+    def step(self, plan):
+        raise FloatingPointError("logits at position 3 are not finite")
+
+    monkeypatch.setattr("ds4.cpu.executor.CpuExecutor.step", step)
+    outcome = run(*GREEDY)
+    assert (outcome.status, outcome.out) == (1, "")
+    assert outcome.err == "ds4: error: logits at position 3 are not finite\n"
 
 
 def test_the_trace_shows_prompt_answer_and_rates(tmp_path):
@@ -275,6 +305,20 @@ def test_a_closed_pipe_is_one_line_and_exit_1():
     assert process.returncode == 1
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("ds4: error: standard output: Broken pipe")
+
+
+@pytest.mark.parametrize("argv", ["--help", "--inspect"])
+@pytest.mark.parametrize(
+    ("redirection", "reason"),
+    [(">/dev/full", "standard output: No space left on device"), (">&-", "output is closed")],
+)
+def test_output_that_cannot_be_written_is_one_line_and_exit_1(argv, redirection, reason):
+    command = f'"{sys.executable}" -m ds4 -m "{MODEL}" {argv} {redirection}'
+    found = subprocess.run(["/bin/sh", "-c", command], capture_output=True, text=True, check=False)
+    assert found.returncode == 1
+    assert found.stderr.startswith("ds4: error: ")
+    assert found.stderr.count("\n") == 1
+    assert reason in found.stderr
 
 
 def test_main_leaves_the_interrupt_handler_and_the_threads_as_they_were():
