@@ -26,6 +26,7 @@ from cuda.bindings import driver as cu
 from numba import cuda
 
 from ds4.cuda.kernels.experts_up import ExpertShape
+from ds4.cuda.kernels.gemm import ShardedMatmul, TiledMatmul, launch_to_half
 from ds4.cuda.kernels.moe_matmul import (
     ExpertBuffers,
     Experts,
@@ -52,6 +53,8 @@ ROTATE_BYTES = 600e6
 EXACT_TOLERANCE = 1e-5
 # One rounding of h to 8 bits per 32 between the halves of an expert.
 FAST_EXPERT_TOLERANCE = 1.5e-2
+# Weights rounded to half precision once or twice; activations are halves already.
+TILE_TOLERANCE = 1e-3
 
 Launch = Callable[[Any], None]
 
@@ -170,8 +173,9 @@ def measure_copy() -> float:
 class Report:
     """Checks and times of a run."""
 
-    def __init__(self, names: list[str]) -> None:
+    def __init__(self, names: list[str], modes: list[bool]) -> None:
         self.names = names
+        self.modes = modes
         self.checks: list[dict[str, Any]] = []
         self.rows: list[dict[str, Any]] = []
         self.copy_rate = 0.0
@@ -185,8 +189,10 @@ class Report:
     def equal(self, name: str, a: Any, b: Any) -> None:
         self.check(f"{name} (bits)", 0.0 if np.array_equal(a, b) else 1.0, 0.0)
 
-    def time(self, name: str, batch: int, n_bytes: int, launches: Sequence[Launch]) -> None:
-        row: dict[str, Any] = {"name": name, "batch": batch, "bytes": n_bytes}
+    def time(
+        self, name: str, batch: int, n_bytes: int, launches: Sequence[Launch], flop: float = 0.0
+    ) -> None:
+        row: dict[str, Any] = {"name": name, "batch": batch, "bytes": n_bytes, "flop": flop}
         row["us"] = time_launches(launches, relax=False)
         try:
             row["us_relaxed"] = time_launches(launches, relax=True)
@@ -201,13 +207,17 @@ class Report:
         for c in bad:
             print(f"  FAILED {c['name']}: {c['error']:.3e}")
         print(f"copy rate {self.copy_rate:.2f} TB/s")
-        print(f"{'kernel':42} {'B':>2} {'MB':>7} {'us':>8} {'relaxed':>8} {'TB/s':>6} {'floor':>6}")
+        print(f"{'kernel':42} {'B':>4} {'MB':>7} {'us':>8} {'relaxed':>8} {'TB/s':>6} {'floor':>6}")
         for r in self.rows:
             relaxed = r.get("us_relaxed", float("nan"))
-            rate = r["bytes"] / np.nanmin([r["us"], relaxed]) / 1e6
+            best = np.nanmin([r["us"], relaxed])
+            rate = r["bytes"] / best / 1e6
+            floor = f"{rate / self.copy_rate:6.1%}"
+            if r["flop"]:
+                floor = f"{r['flop'] / best / 1e6:6.1f} TFLOP/s"
             print(
-                f"{r['name']:42} {r['batch']:2} {r['bytes'] / 1e6:7.2f} {r['us']:8.2f} "
-                f"{relaxed:8.2f} {rate:6.2f} {rate / self.copy_rate:6.1%}"
+                f"{r['name']:42} {r['batch']:4} {r['bytes'] / 1e6:7.2f} {r['us']:8.2f} "
+                f"{relaxed:8.2f} {rate:6.2f} {floor}"
                 + (f" {r['relaxed_failed'][:60]}" if "relaxed_failed" in r else "")
             )
 
@@ -217,7 +227,7 @@ def check_buckets(
 ) -> None:
     """Buckets, fast and exact, against float64; and equal bits of the shared row."""
     weights = dequantize(blocks, Q8).astype(np.float64)
-    for exact in (False, True):
+    for exact in report.modes:
         mode = "exact" if exact else "fast"
         first = None
         for batch in buckets:
@@ -323,7 +333,7 @@ def expert_block(
 
 
 def check_experts(report: Report, rng: np.random.Generator) -> None:
-    d, f, n_experts, n_used, batch = 4096, 2048, 8, 3, 2
+    d, f, n_experts, n_used, batch = 4096, 2048, 4, 2, 2
     host = {
         "gate": (random_blocks(rng, n_experts * f, d, IQ2), IQ2),
         "up": (random_blocks(rng, n_experts * f, d, IQ2), IQ2),
@@ -346,7 +356,7 @@ def check_experts(report: Report, rng: np.random.Generator) -> None:
         return a / (1 + np.exp(-a)) * np.clip(up @ row, -10.0, 10.0)
 
     everything = slice(None)
-    for exact in (True, False):
+    for exact in report.modes:
         seen = x if exact else activations(x)[1].astype(np.float32)
         want = np.zeros((batch, d))
         for b in range(batch):
@@ -441,7 +451,8 @@ def time_experts(report: Report, rng: np.random.Generator, buckets: list[int]) -
         [random_matrix(rng, rows, k, Q8) for rows, k in ((f, d), (f, d), (d, f))]
         for _ in range(n_sets)
     ]
-    for batch, exact in [(b, False) for b in buckets] + [(1, True)]:
+    modes = [(b, False) for b in buckets] + [(1, True) for exact in report.modes if exact]
+    for batch, exact in modes:
         shape = ExpertShape(batch, n_used, d, f, f, 10.0)
         x, _ = activations(rng.standard_normal((batch, d)).astype(np.float32))
         ups: list[Launch] = []
@@ -468,27 +479,98 @@ def time_experts(report: Report, rng: np.random.Generator, buckets: list[int]) -
         report.time(f"experts both{mode}", batch, up_bytes + down_bytes, both)
 
 
+def halves_of(x: Any) -> Any:
+    return cuda.to_device(np.ascontiguousarray(x).view(np.uint32).reshape(-1))
+
+
+def check_tiles(report: Report, rng: np.random.Generator) -> None:
+    selectors = cuda.to_device(iq2_xxs_selectors())
+    for kind in (Q8, F16, IQ2, Q2K):
+        rows, k, tokens = 515, 2048, 200
+        blocks = random_blocks(rng, rows, k, kind)
+        x = rng.standard_normal((tokens, k)).astype(np.float16)
+        want = x.astype(np.float64) @ dequantize(blocks, kind).astype(np.float64).T
+        matmul = TiledMatmul(upload(blocks, kind), selectors)
+        results = []
+        for part in (x, x[137:139]):
+            out = poisoned(len(part) * rows)
+            matmul(0, halves_of(part), k, len(part), out)
+            results.append(out.copy_to_host().reshape(-1, rows))
+        report.check(f"tiles {kind.name}", relative_error(results[0], want), TILE_TOLERANCE)
+        report.equal(f"tiles {kind.name} tokens", results[1], results[0][137:139])
+    blocks = random_blocks(rng, 131, 8192, Q8)
+    x = rng.standard_normal((130, 8192)).astype(np.float16)
+    want = x.astype(np.float64) @ dequantize(blocks, Q8).astype(np.float64).T
+    matmul = ShardedMatmul(upload(blocks, Q8), selectors, total_k=8192)
+    out, parts = poisoned(130 * 131), poisoned(matmul.parts_size(130))
+    matmul(0, halves_of(x), 8192, 130, parts, out)
+    error = relative_error(out.copy_to_host().reshape(130, 131), want)
+    report.check("tiles sharded", error, TILE_TOLERANCE)
+
+
+def time_tiles(report: Report, rng: np.random.Generator, tokens: int) -> None:
+    selectors = cuda.to_device(iq2_xxs_selectors())
+    shapes = (
+        ("tiles q8_0 32768x1024 (q_b)", 32768, 1024, Q8, 1, False),
+        ("tiles q8_0 8192x4096, 8 groups (out_a)", 8192, 4096, Q8, 8, False),
+        ("tiles q8_0 4096x8192 sharded (out_b)", 4096, 8192, Q8, 1, True),
+        ("tiles q8_0 2048x4096", 2048, 4096, Q8, 1, False),
+        ("tiles f16 2624x4096", 2624, 4096, F16, 1, False),
+        ("tiles iq2_xxs 8192x4096", 8192, 4096, IQ2, 1, False),
+        ("tiles q2_k 4096x2048", 4096, 2048, Q2K, 1, False),
+    )
+    for name, rows, k, kind, groups, sharded in shapes:
+        if not report.wanted(name):
+            continue
+        x = halves_of(rng.standard_normal((tokens, k * groups)).astype(np.float16))
+        out = poisoned(tokens * rows)
+        launches: list[Launch] = []
+        for _ in range(3):
+            weight = random_matrix(rng, rows, k, kind)
+            if sharded:
+                cut = ShardedMatmul(weight, selectors, total_k=k)
+                parts = poisoned(cut.parts_size(tokens))
+                launches.append(lambda s, m=cut, x=x, k=k, p=parts, o=out: m(s, x, k, tokens, p, o))
+            else:
+                whole = TiledMatmul(weight, selectors, groups=groups)
+                launches.append(lambda s, m=whole, x=x, k=k * groups, o=out: m(s, x, k, tokens, o))
+        n_bytes = layout_of(kind).n_bytes(rows, k)
+        report.time(name, tokens, n_bytes, launches, flop=2.0 * tokens * rows * k)
+    if report.wanted("to_half"):
+        x = cuda.to_device(rng.standard_normal((tokens, 4096)).astype(np.float32))
+        halves = cuda.to_device(np.zeros(tokens * 2048, np.uint32))
+        report.time(
+            "to_half 4096", tokens, tokens * 4096 * 6, [lambda s: launch_to_half(s, x, halves)] * 4
+        )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="write all numbers here as JSON")
     parser.add_argument("--only", nargs="*", default=[], help="parts of kernel names to time")
     parser.add_argument("--buckets", nargs="*", type=int, default=[1, 2, 4, 8])
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a prefill step")
     parser.add_argument("--worlds", nargs="*", type=int, default=[2, 4, 8])
+    parser.add_argument("--modes", nargs="*", choices=["fast", "exact"], default=["fast", "exact"])
     parser.add_argument("--skip-checks", action="store_true")
     parser.add_argument("--commit", default="", help="commit of the code, if git cannot tell")
     arguments = parser.parse_args()
     rng = np.random.default_rng(11)
-    report = Report(arguments.only)
+    report = Report(arguments.only, [m == "exact" for m in arguments.modes])
     started = time.perf_counter()
     report.copy_rate = measure_copy()
     try:
         if not arguments.skip_checks:
             check_dense(report, rng, arguments.buckets, arguments.worlds)
             print(f"dense checked after {time.perf_counter() - started:.0f} s", flush=True)
+            check_tiles(report, rng)
+            print(f"tiles checked after {time.perf_counter() - started:.0f} s", flush=True)
             check_experts(report, rng)
             print(f"experts checked after {time.perf_counter() - started:.0f} s", flush=True)
         time_experts(report, rng, arguments.buckets)
         print(f"experts timed after {time.perf_counter() - started:.0f} s", flush=True)
+        time_tiles(report, rng, arguments.tokens)
+        print(f"tiles timed after {time.perf_counter() - started:.0f} s", flush=True)
         time_dense(report, rng, arguments.buckets)
     finally:
         if arguments.out:

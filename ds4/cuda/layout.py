@@ -249,12 +249,16 @@ _UNPACK: Final = {
 
 
 def iq2_xxs_selectors() -> NDArray[np.uint32]:
-    """The codebook as byte-permute selectors, u32[256]: nibble j is the level (0..2) of element j.
+    """The codebook as byte-permute selectors, and what they select from, u32[258].
 
-    With 4 added to a nibble whose element is negative, the selector picks the element out of the
-    eight bytes `IQ2_XXS_LEVELS + (0,)` and their negatives.
+    Nibble j of word e < 256 is the level (0..2) of element j of vector e. With 4 added to a nibble
+    whose element is negative, it picks the element out of the eight bytes of words 256 and 257:
+    the three levels and a zero, and their negatives.
     """
     levels = np.searchsorted(np.array(IQ2_XXS_LEVELS), IQ2_XXS_GRID).astype(np.uint32)
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
-    selectors: NDArray[np.uint32] = np.bitwise_or.reduce(levels << shifts, axis=1)
-    return selectors
+    selectors = np.bitwise_or.reduce(levels << shifts, axis=1)
+    magnitudes = np.array([*IQ2_XXS_LEVELS, 0], np.int8)
+    pair = np.stack([magnitudes, -magnitudes]).view(np.uint32).reshape(2)
+    table: NDArray[np.uint32] = np.concatenate([selectors, pair])
+    return table

@@ -15,7 +15,7 @@ from ds4.cuda.kernels.experts_down import experts_down_kernel
 from ds4.cuda.kernels.experts_up import ExpertShape, experts_up_kernel
 from ds4.cuda.kernels.quantize import quantize_kernel
 
-U, H, F, M, I, N = (
+U, H, F, M, S, N = (
     uint32[::1], uint16[::1], float32[::1], float32[:, ::1], int32[::1], int64,
 )  # fmt: skip
 
@@ -38,9 +38,9 @@ def kernels():
         shape = ExpertShape(1, 6, 4096, 2048, 2048, 10.0)
         h = (M, F, F, M, F) if exact else (U, F, F, U, F)
         iq2 = (U, U, H, H)
-        up = (I, F, I, *iq2, *iq2, U, H, U, H, U, *x, *h)
+        up = (S, F, S, *iq2, *iq2, U, H, U, H, U, *x, *h)
         yield f"experts up {mode}", experts_up_kernel(shape, 8, exact=exact), up
-        down = (I, I, I, U, U, U, U, H, *h, M)
+        down = (S, S, S, U, U, U, U, H, *h, M)
         yield f"experts down {mode}", experts_down_kernel(shape, 4, exact=exact), down
 
 
@@ -56,7 +56,7 @@ def main(capability):
         indexed = re.findall(r"ld\.local\S*\s+\S+ \[%rd\d+\]", ptx)
         assert len(indexed) <= 8, f"{name}: {len(indexed)} indexed loads of local memory"
         count += 1
-    print(f"compiled {count} kernels for sm_{cc[0]}{cc[1]}")
+    sys.stdout.write(f"compiled {count} kernels for sm_{cc[0]}{cc[1]}\n")
 
 
 main(sys.argv[1])

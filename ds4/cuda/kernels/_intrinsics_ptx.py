@@ -238,6 +238,16 @@ def shared_address(typingctx, array, index):
     return types.uint32(array, index), codegen
 
 
+@intrinsic
+def shared_offset(typingctx, pointer, n_bytes):
+    """A shared address some bytes further."""
+
+    def codegen(context, builder, signature, args):
+        return builder.add(args[0], context.cast(builder, args[1], signature.args[1], types.int32))
+
+    return types.uint32(types.uint32, n_bytes), codegen
+
+
 _TABLE = _plain(
     "{ .reg .b32 a; mad.lo.u32 a, $2, $3, $1; ld.shared.u32 $0, [a]; }", "=r,r,r,r", [_U] * 3, _U
 )
@@ -383,6 +393,25 @@ def shfl_xor(typingctx, value, lane_mask):
         )
         bits = builder.bitcast(args[0], _I32)
         moved = builder.call(call, [bits, args[1]])
+        return builder.bitcast(moved, _F32) if value == types.float32 else moved
+
+    return value(value, types.int32), codegen
+
+
+@intrinsic
+def shfl_from(typingctx, value, lane):
+    """Value (f32 or i32) of a lane, the same lane for all 32, which all take part."""
+    if value not in (types.float32, types.int32):
+        return None
+
+    def codegen(context, builder, signature, args):
+        call = ir.InlineAsm(
+            ir.FunctionType(_I32, [_I32, _I32]),
+            "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+            "=r,r,r",
+            side_effect=True,
+        )
+        moved = builder.call(call, [builder.bitcast(args[0], _I32), args[1]])
         return builder.bitcast(moved, _F32) if value == types.float32 else moved
 
     return value(value, types.int32), codegen

@@ -73,6 +73,11 @@ def shfl_xor(value: Any, lane_mask: int) -> Any:
     return everything[lane ^ int(lane_mask)]
 
 
+def shfl_from(value: Any, lane: int) -> Any:
+    _, everything = _exchange(value)
+    return everything[int(lane)]
+
+
 class _Pointer:
     """A byte address inside one flat array; the only arithmetic is adding bytes."""
 
@@ -237,6 +242,10 @@ def fma_f16x2(a: Any, b: Any, c: Any) -> np.uint32:
     return _from_halves(product + _halves(c))
 
 
+def shared_offset(pointer: _Pointer, n_bytes: Any) -> _Pointer:
+    return pointer + n_bytes
+
+
 def ld_table(base: _Pointer, item: Any, stride: Any) -> Any:
     return (base + int(item) * int(stride)).load(np.uint32, 1)[0]
 
@@ -264,22 +273,15 @@ def _halves(word: Any) -> np.ndarray[Any, Any]:
 def mma_f16(
     a0: Any, a1: Any, a2: Any, a3: Any, b0: Any, b1: Any, c0: Any, c1: Any, c2: Any, c3: Any
 ) -> Any:
-    lane, fragments = _exchange((a0, a1, a2, a3, b0, b1))
-    a = np.zeros((16, 16), np.float32)
-    b = np.zeros((16, 8), np.float32)
-    for other, words in enumerate(fragments):
-        g, t = divmod(other, 4)
-        a[g, 2 * t : 2 * t + 2] = _halves(words[0])
-        a[g + 8, 2 * t : 2 * t + 2] = _halves(words[1])
-        a[g, 2 * t + 8 : 2 * t + 10] = _halves(words[2])
-        a[g + 8, 2 * t + 8 : 2 * t + 10] = _halves(words[3])
-        b[2 * t : 2 * t + 2, g] = _halves(words[4])
-        b[2 * t + 8 : 2 * t + 10, g] = _halves(words[5])
-    product = a @ b
+    lane, fragments = _exchange(np.array([a0, a1, a2, a3, b0, b1], np.uint32))
     g, t = divmod(lane, 4)
+    halves = np.stack(fragments).view(np.float16).astype(np.float32).reshape(8, 4, 6, 2)
+    # Rows g and g + 8 of A and columns 2 t and 2 t + 1 of B, both as [k half, lane, element].
+    upper, lower = halves[g, :, (0, 2)], halves[g, :, (1, 3)]
+    left, right = halves[2 * t, :, (4, 5)], halves[2 * t + 1, :, (4, 5)]
     return (
-        np.float32(c0 + product[g, 2 * t]),
-        np.float32(c1 + product[g, 2 * t + 1]),
-        np.float32(c2 + product[g + 8, 2 * t]),
-        np.float32(c3 + product[g + 8, 2 * t + 1]),
+        np.float32(c0 + (upper * left).sum()),
+        np.float32(c1 + (upper * right).sum()),
+        np.float32(c2 + (lower * left).sum()),
+        np.float32(c3 + (lower * right).sum()),
     )

@@ -3,8 +3,8 @@
 out[b] = tree over this rank's shards v of (routed_v + shared_v), where routed_v adds W2 h of the
 chosen experts of shard v in the order of the router's list, and shared_v is the shared expert's
 down projection of shard v's lanes.
-The invariant: shard sums, and so every world's join, have the same bits on any number of ranks. A
-routed shard sum adds lane by lane before the butterfly; a shard's one owner does so in any world.
+The invariant: shard sums, and so every world's join, have the same bits on any number of ranks. An
+expert's product is summed over the warp by itself, then added in list order to its shard's sum.
 
 A lane's piece of a Q2_K row is 64 weights: 16 bytes of quants, which hold 16 weights of each of
 four steps. The minima need only sums of 16 activations, which the first half made.
@@ -20,6 +20,7 @@ from numba import float32, int32, int64, uint32
 from ds4.cuda.kernels.experts_up import ExpertShape
 from ds4.cuda.kernels.intrinsics import (
     address,
+    bit_and,
     bounded_kernel,
     cuda,
     device_function,
@@ -35,9 +36,13 @@ from ds4.cuda.kernels.intrinsics import (
     ld_u32x4,
     ld_u32x4_stream,
     release_dependents,
+    shfl_from,
     shfl_xor,
+    shr,
+    u32_to_i32,
+    warp_fence,
 )
-from ds4.cuda.kernels.reduce import shard_sum
+from ds4.cuda.kernels.reduce import group_sum
 
 __all__ = ["experts_down_kernel"]
 
@@ -67,6 +72,15 @@ def _q2_k_piece(f: int, *, exact: bool) -> tuple[Any, Any]:
         w[at + 5] = ld_u32_stream(address(scales, int64(row) * (f // 256) + (piece >> 2)))
 
     @device_function
+    def two_bits(word, j):
+        """Four quants of step j, one per byte."""
+        return bit_and(shr(word, uint32(2 * j)), uint32(_TWO_BITS))
+
+    @device_function
+    def nibble(word, shift):
+        return u32_to_i32(bit_and(shr(word, uint32(shift)), uint32(15)))
+
+    @device_function
     def four(word, x0, x1, x2, x3, dot, total):
         dot = fma(i8_to_f32(word, int32(0)), x0, dot)
         dot = fma(i8_to_f32(word, int32(1)), x1, dot)
@@ -78,15 +92,15 @@ def _q2_k_piece(f: int, *, exact: bool) -> tuple[Any, Any]:
     def dot(w, at, h, hs, hm, pair, piece, acc):
         steps = w[at + 4]
         d = f16_to_f32(w[at + 5])
-        d_min = f16_to_f32(w[at + 5] >> uint32(16))
+        d_min = f16_to_f32(shr(w[at + 5], uint32(16)))
         if exact:
             first = (piece >> 2) * 256 + ((piece >> 1) & 1) * 128 + (piece & 1) * 16
             for j in range(4):
-                step = float32((steps >> uint32(8 * j)) & uint32(15))
-                minimum = float32((steps >> uint32(8 * j + 4)) & uint32(15))
+                step = float32(nibble(steps, 8 * j))
+                minimum = float32(nibble(steps, 8 * j + 4))
                 chain, total = float32(0), float32(0)
                 for i in range(4):
-                    word = (w[at + i] >> uint32(2 * j)) & uint32(_TWO_BITS)
+                    word = two_bits(w[at + i], j)
                     x0, x1, x2, x3 = ld_f32x4(address(h, int64(pair) * f + first + 32 * j + 4 * i))
                     chain, total = four(word, x0, x1, x2, x3, chain, total)
                 acc = fma(chain, d * step, acc)
@@ -99,16 +113,15 @@ def _q2_k_piece(f: int, *, exact: bool) -> tuple[Any, Any]:
         minima = float32(0)
         for j in range(4):
             x0, x1, x2, x3 = ld_u32x4(words + 4 * quarter * j)
-            shift = uint32(2 * j)
-            part = dp4a((w[at] >> shift) & uint32(_TWO_BITS), x0, int32(0))
-            part = dp4a((w[at + 1] >> shift) & uint32(_TWO_BITS), x1, part)
-            part = dp4a((w[at + 2] >> shift) & uint32(_TWO_BITS), x2, part)
-            part = dp4a((w[at + 3] >> shift) & uint32(_TWO_BITS), x3, part)
-            step = int32((steps >> uint32(8 * j)) & uint32(15))
-            minimum = float32((steps >> uint32(8 * j + 4)) & uint32(15))
+            part = dp4a(two_bits(w[at], j), x0, int32(0))
+            part = dp4a(two_bits(w[at + 1], j), x1, part)
+            part = dp4a(two_bits(w[at + 2], j), x2, part)
+            part = dp4a(two_bits(w[at + 3], j), x3, part)
+            step = nibble(steps, 8 * j)
+            minimum = float32(nibble(steps, 8 * j + 4))
             scale = s0 if j == 0 else s1 if j == 1 else s2 if j == 2 else s3
             x_sum = m0 if j == 0 else m1 if j == 1 else m2 if j == 2 else m3
-            total = fma(float32(part * step), scale, total)
+            total = fma(float32(int32(part * step)), scale, total)
             minima = fma(minimum, x_sum, minima)
         return fma(d, total, fma(-d_min, minima, acc))
 
@@ -132,11 +145,12 @@ def experts_down_kernel(shape: ExpertShape, warps: int, *, exact: bool) -> Any:
     n_used, d_model, f, d_shared = shape.n_used, shape.d_model, shape.d_expert, shape.d_shared
     n_shards, first_shard = shape.n_shards, shape.first_shard
     load, dot = _q2_k_piece(f, exact=exact)
-    combine = shard_sum(n_shards, plus_extra=True)
+    gather = group_sum(8)
+    n_tree = n_shards.bit_length() - 1
     pieces = f // _PIECE_WEIGHTS
     chunks = -(-pieces // 32)
     full = pieces % 32 == 0
-    at_once = 3
+    at_once = 6
     n_w = 6 * at_once
     shard_pieces = d_shared // n_shards // 16
     half_steps = -(-shard_pieces // 16)
@@ -145,22 +159,38 @@ def experts_down_kernel(shape: ExpertShape, warps: int, *, exact: bool) -> Any:
     n_sw, n_sd = 4 * n_pairs * half_steps, n_pairs * half_steps
 
     @device_function
-    def fetch(k, i, ids, slots, b, row, c, lane, quants, steps, scales, w):
-        """Load row of the k-th chosen expert, if it is here, into slot i of w."""
-        slot = slots[ids[b * n_used + k]]
+    def fetch(i, slot, row, c, lane, quants, steps, scales, w):
+        """Load the row of a chosen expert, if it is here, into place i of w."""
         piece = 32 * c + lane
         if slot >= 0 and (full or piece < pieces):
             load(quants, steps, scales, int64(slot) * d_model + row, piece, w, 6 * i)
 
     @device_function
-    def multiply(k, i, ids, slots, shard_of, b, c, lane, w, h, hs, hm, parts):
-        expert = ids[b * n_used + k]
+    def multiply(i, slot, pair, c, lane, w, h, hs, hm, parts):
         piece = 32 * c + lane
-        if slots[expert] >= 0 and (full or piece < pieces):
-            shard = shard_of[expert] - first_shard
-            more = dot(w, 6 * i, h, hs, hm, b * n_used + k, piece, float32(0))
-            for v in range(n_shards):
-                parts[v] = parts[v] + more if v == shard else parts[v]
+        if slot >= 0 and (full or piece < pieces):
+            parts[i] = dot(w, 6 * i, h, hs, hm, pair, piece, parts[i])
+
+    @device_function
+    def several(k, my_slot, b, row, c, lane, quants, steps, scales, w, h, hs, hm, parts):
+        """The chosen experts k to k + 5, into six lane partial sums: all loads first."""
+        s0, s1 = shfl_from(my_slot, k), shfl_from(my_slot, k + 1)
+        s2, s3 = shfl_from(my_slot, k + 2), shfl_from(my_slot, k + 3)
+        s4, s5 = shfl_from(my_slot, k + 4), shfl_from(my_slot, k + 5)
+        fetch(0, s0, row, c, lane, quants, steps, scales, w)
+        fetch(1, s1, row, c, lane, quants, steps, scales, w)
+        fetch(2, s2, row, c, lane, quants, steps, scales, w)
+        fetch(3, s3, row, c, lane, quants, steps, scales, w)
+        fetch(4, s4, row, c, lane, quants, steps, scales, w)
+        fetch(5, s5, row, c, lane, quants, steps, scales, w)
+        warp_fence()
+        pair = b * n_used + k
+        multiply(0, s0, pair, c, lane, w, h, hs, hm, parts)
+        multiply(1, s1, pair + 1, c, lane, w, h, hs, hm, parts)
+        multiply(2, s2, pair + 2, c, lane, w, h, hs, hm, parts)
+        multiply(3, s3, pair + 3, c, lane, w, h, hs, hm, parts)
+        multiply(4, s4, pair + 4, c, lane, w, h, hs, hm, parts)
+        multiply(5, s5, pair + 5, c, lane, w, h, hs, hm, parts)
 
     @device_function
     def shared_piece(j, offset, b, sh, ss, sw, sd_bits, total):
@@ -183,7 +213,7 @@ def experts_down_kernel(shape: ExpertShape, warps: int, *, exact: bool) -> Any:
         part = dp4a(sw[4 * j + 3], x3, part)
         return fma(float32(part), f16_to_f32(sd_bits[j]) * scale, total)
 
-    @bounded_kernel(32 * warps, 16 // warps if warps < 16 else 1)
+    @bounded_kernel(32 * warps, max(1, 24 // warps))
     def experts_down(
         ids, slots, shard_of, quants, steps, scales, sd, sdd, h, hs, hm, sh, ss, out
     ):  # fmt: skip
@@ -209,22 +239,28 @@ def experts_down_kernel(shape: ExpertShape, warps: int, *, exact: bool) -> Any:
                             address(sdd, int64(row) * (d_shared // 32) + (offset >> 1))
                         )
             grid_wait()
-            parts = cuda.local.array(n_shards, float32)
-            for v in range(n_shards):
-                parts[v] = float32(0)
+            parts = cuda.local.array(8, float32)
             w = cuda.local.array(n_w, uint32)
-            for c in range(chunks):
-                for k in range(0, n_used, at_once):
-                    fetch(k, 0, ids, slots, b, row, c, lane, quants, steps, scales, w)
-                    if k + 1 < n_used:
-                        fetch(k + 1, 1, ids, slots, b, row, c, lane, quants, steps, scales, w)
-                    if k + 2 < n_used:
-                        fetch(k + 2, 2, ids, slots, b, row, c, lane, quants, steps, scales, w)
-                    multiply(k, 0, ids, slots, shard_of, b, c, lane, w, h, hs, hm, parts)
-                    if k + 1 < n_used:
-                        multiply(k + 1, 1, ids, slots, shard_of, b, c, lane, w, h, hs, hm, parts)
-                    if k + 2 < n_used:
-                        multiply(k + 2, 2, ids, slots, shard_of, b, c, lane, w, h, hs, hm, parts)
+            # Lane k looks up the k-th chosen expert; lanes past the last one find none.
+            my_slot, my_shard = int32(-1), int32(0)
+            if lane < n_used:
+                expert = ids[b * n_used + lane]
+                my_slot = int32(slots[expert])
+                my_shard = int32(shard_of[expert] - first_shard)
+            # Lanes 4 v to 4 v + 3 add up shard v; with fewer shards, so do those above them.
+            mine = (lane >> 2) & (n_shards - 1)
+            routed = float32(0)
+            for k in range(0, n_used, at_once):
+                for i in range(8):
+                    parts[i] = float32(0)
+                for c in range(chunks):
+                    several(k, my_slot, b, row, c, lane, quants, steps, scales, w, h, hs, hm, parts)
+                total = gather(parts, 0, lane)
+                for i in range(at_once):
+                    here = shfl_from(my_slot, k + i) >= 0
+                    shard = shfl_from(my_shard, k + i)
+                    more = routed + shfl_from(total, 4 * i)
+                    routed = more if here and shard == mine else routed
             extra = cuda.local.array(n_shards, float32)
             for u in range(n_pairs):
                 total = float32(0)
@@ -242,7 +278,11 @@ def experts_down_kernel(shape: ExpertShape, warps: int, *, exact: bool) -> Any:
                 extra[2 * u] = total if half == 0 else other
                 if 2 * u + 1 < n_shards:
                     extra[2 * u + 1] = other if half == 0 else total
-            result = combine(parts, 0, lane, extra)
+            result = routed + extra[0]
+            for v in range(1, n_shards):
+                result = routed + extra[v] if mine == v else result
+            for bit in range(n_tree):
+                result = result + shfl_xor(result, 4 << bit)
             if lane == 0:
                 out[b, row] = result
 

@@ -30,7 +30,9 @@ from ds4.cuda.kernels.intrinsics import (
     ld_f32x4,
     release_dependents,
     shared_address,
+    shared_offset,
     shfl_xor,
+    st_shared_u32x4,
     u32_to_i32,
     warp_fence,
 )
@@ -40,7 +42,7 @@ from ds4.cuda.kernels.iq2_xxs import (
     iq2_xxs_piece,
 )
 from ds4.cuda.kernels.quantize import signed_byte
-from ds4.cuda.kernels.reduce import warp_sum
+from ds4.cuda.kernels.reduce import group_sum, warp_sum
 from ds4.cuda.kernels.rows import RowPlan, q8_0_rows
 
 __all__ = ["TILE", "ExpertShape", "experts_up_kernel", "piece_order"]
@@ -131,7 +133,7 @@ def experts_up_kernel(
       slots i32[E]: where an expert's rows start in the stacks, in experts; negative if elsewhere.
       gate_* and up_*: IQ2_XXS planes of the stacked experts, [slots * F, D].
       sg_* and su_*: Q8_0 planes of the shared expert's lanes, [d_shared, D].
-      selectors u32[256]: `layout.iq2_xxs_selectors`.
+      selectors u32[258]: `layout.iq2_xxs_selectors`.
       x, xs: u32[B D / 4] and f32[B D / 32], or f32[B, D] twice when exact.
       h, hs, hm: routed, row p = b K + k. Fast: u32[B K F / 4] in `piece_order`, f32[B K F / 32]
         scales, f32[B K F / 16] scale times byte sum of 16, in step order; exact: h f32[B K, F].
@@ -146,6 +148,7 @@ def experts_up_kernel(
     k, f, d_shared = shape.d_model, shape.d_expert, shape.d_shared
     clamp = np.float32(shape.clamp)
     load, dot = iq2_xxs_piece(k, exact=exact)
+    gather = group_sum(8)
     shared_rows = q8_0_rows(
         RowPlan(n_batch, k, 1, 8 if n_batch == 1 else 4 if n_batch < 8 else 2), exact=exact
     )
@@ -172,11 +175,12 @@ def experts_up_kernel(
         load(ui, un, ut, uc, row + u, piece, w, 2 * PIECE_WORDS * u + PIECE_WORDS)
 
     @device_function
-    def multiply(u, w, xw, xs, x, x_at, table, acc):
+    def multiply(u, w, xw, xs, x, x_at, table, plus, minus, acc):
         at = 2 * PIECE_WORDS * u
-        acc[2 * u] = dot(w, at, xw, xs, x, x_at, table, acc[2 * u])
+        acc[u] = dot(w, at, xw, xs, x, x_at, table, plus, minus, acc[u])
         at = at + PIECE_WORDS
-        acc[2 * u + 1] = dot(w, at, xw, xs, x, x_at, table, acc[2 * u + 1])
+        i = per_warp + u
+        acc[i] = dot(w, at, xw, xs, x, x_at, table, plus, minus, acc[i])
 
     @bounded_kernel(threads, 1 if exact else blocks_per_sm)
     def experts_up(
@@ -217,8 +221,14 @@ def experts_up_kernel(
             pair = (block - shared_tiles) // pair_tiles
             first = ((block - shared_tiles) % pair_tiles) * TILE
             x_shared = cuda.shared.array(n_x, x_type)
-            for i in range(thread, codebook_words, threads):
-                codebook[i] = selectors[i // copies]
+            # Each store starts at another bank for each of eight neighbouring lanes.
+            book = shared_address(codebook, 0)
+            for entry in range(thread, 256, threads):
+                word = selectors[entry]
+                for j in range(copies // 4):
+                    item = entry * copies + 4 * ((j + entry) & (copies // 4 - 1))
+                    st_shared_u32x4(shared_offset(book, 4 * item), word, word, word, word)
+            plus, minus = selectors[256], selectors[257]
             grid_wait()
             slot = slots[ids[pair]]
             b = pair // n_used
@@ -255,28 +265,35 @@ def experts_up_kernel(
                         s0, s1, s2, s3 = ld_f32x4(address(xs, b * (k // 32) + piece * 4))
                         x_scale[0], x_scale[1], x_scale[2], x_scale[3] = s0, s1, s2, s3
                     if inside:
-                        multiply(0, w, xw, x_scale, x_shared, at, table, acc)
+                        multiply(0, w, xw, x_scale, x_shared, at, table, plus, minus, acc)
                         if per_warp > 2:
                             fetch(2, row, piece, w, gi, gn, gt, gc, ui, un, ut, uc)
                     warp_fence()
                     if inside and per_warp > 1:
-                        multiply(1, w, xw, x_scale, x_shared, at, table, acc)
+                        multiply(1, w, xw, x_scale, x_shared, at, table, plus, minus, acc)
                         if per_warp > 2:
                             fetch(3, row, piece, w, gi, gn, gt, gc, ui, un, ut, uc)
                     warp_fence()
                     if inside and per_warp > 2:
-                        multiply(2, w, xw, x_scale, x_shared, at, table, acc)
-                        multiply(3, w, xw, x_scale, x_shared, at, table, acc)
+                        multiply(2, w, xw, x_scale, x_shared, at, table, plus, minus, acc)
+                        multiply(3, w, xw, x_scale, x_shared, at, table, plus, minus, acc)
                     if inside and not written_out:
                         for u in range(4, per_warp):
                             fetch(u, row, piece, w, gi, gn, gt, gc, ui, un, ut, uc)
-                            multiply(u, w, xw, x_scale, x_shared, at, table, acc)
+                            multiply(u, w, xw, x_scale, x_shared, at, table, plus, minus, acc)
                 weight = weights[pair]
-                for u in range(per_warp):
-                    gate, up = warp_sum(acc[2 * u]), warp_sum(acc[2 * u + 1])
-                    value = _swiglu(gate, up, weight, clamp)
-                    if lane == 0:
-                        tile[warp * per_warp + u] = value
+                if per_warp == 4:
+                    # Lanes 4 u to 4 u + 3 hold gate u, those 16 above them up u.
+                    gate = gather(acc, 0, lane)
+                    up = shfl_xor(gate, 16)
+                    if lane < 16 and lane & 3 == 0:
+                        tile[warp * 4 + (lane >> 2)] = _swiglu(gate, up, weight, clamp)
+                else:
+                    for u in range(per_warp):
+                        gate, up = warp_sum(acc[u]), warp_sum(acc[per_warp + u])
+                        value = _swiglu(gate, up, weight, clamp)
+                        if lane == 0:
+                            tile[warp * per_warp + u] = value
                 cuda.syncthreads()
                 if warp == 0:
                     value = tile[lane]

@@ -42,6 +42,7 @@ mma_f16 = _chosen.mma_f16
 pack_f16x2 = _chosen.pack_f16x2
 prmt = _chosen.prmt
 release_dependents = _chosen.release_dependents
+shfl_from = _chosen.shfl_from
 shfl_xor = _chosen.shfl_xor
 u32_to_i32 = _chosen.u32_to_i32
 ld_u32x2 = _chosen.ld_u32x2
@@ -55,6 +56,7 @@ ld_shared_u32x4 = _chosen.ld_shared_u32x4
 warp_fence = _chosen.warp_fence
 ld_table = _chosen.ld_table
 shared_address = _chosen.shared_address
+shared_offset = _chosen.shared_offset
 merge_bits = _chosen.merge_bits
 bit_and = _chosen.bit_and
 shr = _chosen.shr
@@ -94,6 +96,8 @@ __all__ = [
     "prmt",
     "release_dependents",
     "shared_address",
+    "shared_offset",
+    "shfl_from",
     "shfl_xor",
     "shl",
     "shr",

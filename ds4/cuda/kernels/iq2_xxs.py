@@ -34,7 +34,6 @@ from ds4.cuda.kernels.intrinsics import (
     shr,
     u32_to_i32,
 )
-from ds4.cuda.layout import IQ2_XXS_LEVELS
 
 __all__ = ["PIECE_WEIGHTS", "PIECE_WORDS", "iq2_xxs_piece"]
 
@@ -42,9 +41,6 @@ PIECE_WEIGHTS = 128
 # Registers of one loaded piece: four index words, four sign words, steps, scale.
 PIECE_WORDS = 10
 
-_A, _B, _C = IQ2_XXS_LEVELS
-_LEVELS = _A | _B << 8 | _C << 16
-_NEGATIVES = (256 - _A) | (256 - _B) << 8 | (256 - _C) << 16
 _SIGN_BITS = 0x44444444
 _EIGHTH = 0.125
 
@@ -55,11 +51,12 @@ def iq2_xxs_piece(k: int, *, exact: bool) -> tuple[Any, Any]:
 
     The codebook is u32[256 * copies], entry e for lane l at copies e + l % copies: 32
     copies when fast, 16 when exact, where x takes the room; `table` is the shared address of the
-    lane's copy of entry 0.
+    lane's copy of entry 0. `plus` and `minus` are words 256 and 257 of the selectors: as values
+    from memory they stay in registers, as constants the compiler makes them anew for every use.
 
     load(indices, signs, steps, scales, row, piece, w, at): ten registers into w[at : at + 10].
-    dot(w, at, xw, xs, x, x_at, table, acc) -> acc plus the piece's products: fast with the
-    32 words xw and the 4 scales xs, exact with the 128 floats of shared x from x_at.
+    dot(w, at, xw, xs, x, x_at, table, plus, minus, acc) -> acc plus the piece's products: fast
+    with the 32 words xw and the 4 scales xs, exact with the 128 floats of shared x from x_at.
     """
     copies = 16 if exact else 32
     stride = 4 * copies
@@ -88,17 +85,17 @@ def iq2_xxs_piece(k: int, *, exact: bool) -> tuple[Any, Any]:
         w[at + 9] = ld_u16_stream(address(scales, int64(row) * (k // 256) + (piece >> 1)))
 
     @device_function
-    def octet_dot(index_word, sign_word, octet, xw, first, table, total):
+    def octet_dot(index_word, sign_word, octet, xw, first, table, plus, minus, total):
         selector = selector_of(index_word, sign_word, octet, table)
-        low = prmt(uint32(_LEVELS), uint32(_NEGATIVES), selector)
-        high = prmt(uint32(_LEVELS), uint32(_NEGATIVES), shr(selector, uint32(16)))
+        low = prmt(plus, minus, selector)
+        high = prmt(plus, minus, shr(selector, uint32(16)))
         return dp4a(high, xw[first + 1], dp4a(low, xw[first], total))
 
     @device_function
-    def octet_chain(index_word, sign_word, octet, x, first, table, total):
+    def octet_chain(index_word, sign_word, octet, x, first, table, plus, minus, total):
         selector = selector_of(index_word, sign_word, octet, table)
-        low = prmt(uint32(_LEVELS), uint32(_NEGATIVES), selector)
-        high = prmt(uint32(_LEVELS), uint32(_NEGATIVES), shr(selector, uint32(16)))
+        low = prmt(plus, minus, selector)
+        high = prmt(plus, minus, shr(selector, uint32(16)))
         for j in range(4):
             total = fma(i8_to_f32(low, int32(j)), x[first + j], total)
         for j in range(4):
@@ -106,7 +103,7 @@ def iq2_xxs_piece(k: int, *, exact: bool) -> tuple[Any, Any]:
         return total
 
     @device_function
-    def dot(w, at, xw, xs, x, x_at, table, acc):
+    def dot(w, at, xw, xs, x, x_at, table, plus, minus, acc):
         scale = f16_to_f32(w[at + 9]) * float32(_EIGHTH)
         for g in range(4):
             step = u32_to_i32(bit_and(shr(w[at + 8], uint32(4 * g)), uint32(15)))
@@ -115,17 +112,29 @@ def iq2_xxs_piece(k: int, *, exact: bool) -> tuple[Any, Any]:
             if exact:
                 first = x_at + 32 * g
                 chain = float32(0)
-                chain = octet_chain(index_word, sign_word, 0, x, first, table, chain)
-                chain = octet_chain(index_word, sign_word, 1, x, first + 8, table, chain)
-                chain = octet_chain(index_word, sign_word, 2, x, first + 16, table, chain)
-                chain = octet_chain(index_word, sign_word, 3, x, first + 24, table, chain)
+                chain = octet_chain(index_word, sign_word, 0, x, first, table, plus, minus, chain)
+                chain = octet_chain(
+                    index_word, sign_word, 1, x, first + 8, table, plus, minus, chain
+                )
+                chain = octet_chain(
+                    index_word, sign_word, 2, x, first + 16, table, plus, minus, chain
+                )
+                chain = octet_chain(
+                    index_word, sign_word, 3, x, first + 24, table, plus, minus, chain
+                )
                 acc = fma(chain, scale * float32(step), acc)
             else:
                 total = int32(0)
-                total = octet_dot(index_word, sign_word, 0, xw, 8 * g, table, total)
-                total = octet_dot(index_word, sign_word, 1, xw, 8 * g + 2, table, total)
-                total = octet_dot(index_word, sign_word, 2, xw, 8 * g + 4, table, total)
-                total = octet_dot(index_word, sign_word, 3, xw, 8 * g + 6, table, total)
+                total = octet_dot(index_word, sign_word, 0, xw, 8 * g, table, plus, minus, total)
+                total = octet_dot(
+                    index_word, sign_word, 1, xw, 8 * g + 2, table, plus, minus, total
+                )
+                total = octet_dot(
+                    index_word, sign_word, 2, xw, 8 * g + 4, table, plus, minus, total
+                )
+                total = octet_dot(
+                    index_word, sign_word, 3, xw, 8 * g + 6, table, plus, minus, total
+                )
                 # At most 32 * 43 * 127 * 31 < 2^23: exact in float32.
                 acc = fma(float32(int32(total * step)), scale * xs[g], acc)
         return acc

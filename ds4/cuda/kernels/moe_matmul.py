@@ -47,7 +47,7 @@ class ExpertTables:
     Attributes:
       slots: i32[E], position of an expert in this rank's stacks, negative if it is not held.
       shard_of: i32[E], shard 0..7 that an expert belongs to.
-      selectors: u32[256], `layout.iq2_xxs_selectors`.
+      selectors: u32[258], `layout.iq2_xxs_selectors`.
     """
 
     slots: Any

@@ -91,7 +91,7 @@ def _check_bucket(batch: int) -> None:
         raise ConfigError(f"batch bucket must be one of {BUCKETS}, got {batch}")
 
 
-def _q8_plan(batch: int, k: int, *, exact: bool) -> RowPlan:
+def _q8_plan(batch: int, k: int, *, exact: bool, rows: int = 8192) -> RowPlan:
     """Rows per warp and pieces in flight: eight 16-byte loads a lane where registers allow.
 
     More rows per warp reuse activations from L1; fewer give more warps for small matrices.
@@ -100,12 +100,16 @@ def _q8_plan(batch: int, k: int, *, exact: bool) -> RowPlan:
         return RowPlan(batch, k, 2 if batch == 8 and exact else 4, 2)
     if batch == 1:
         return RowPlan(batch, k, 2 if k <= 2048 else 1, 4 if k <= 2048 else 8)
-    return RowPlan(batch, k, 2, 2 if exact or batch == 8 else 4)
+    if exact:
+        return RowPlan(batch, k, 2, 2)
+    return RowPlan(batch, k, 1, 8) if rows < 8192 else RowPlan(batch, k, 2, 4)
 
 
-def _f16_plan(batch: int, k: int) -> RowPlan:
+def _f16_plan(batch: int, k: int, *, rows: int = 8192) -> RowPlan:
     """As `_q8_plan`, for F16 rows."""
-    return RowPlan(batch, k, 1 if batch == 1 else 2, {1: 8, 8: 2}.get(batch, 4))
+    if batch == 1 or rows < 2048:
+        return RowPlan(batch, k, 1, 8)
+    return RowPlan(batch, k, 2, 4)
 
 
 @functools.cache
@@ -231,7 +235,7 @@ def _sharded_kernel(
             if together:
                 multiply(quants, scales, row, last, 0, 0, lane, x, xs, x_row, 0, acc)
                 for i in range(n_kept):
-                    kept[i] = combine(acc, i * n_sums, lane, acc)
+                    kept[i] = combine(acc, i * n_sums, lane)
             else:
                 mine = (lane >> 2) & (n_shards - 1)
                 for i in range(n_kept):
@@ -299,7 +303,7 @@ class Projections:
         self._group_rows, self._q_blocks, blocks = 1, 0, 0
         if q8 is not None:
             _require(q8, QuantType.Q8_0, 32)
-            q8_plan = _q8_plan(batch, q8.k, exact=exact)
+            q8_plan = _q8_plan(batch, q8.k, exact=exact, rows=q8.rows)
             self._group_rows = q8.rows // groups
             if q8.rows % groups or (self._group_rows % q8_plan.rows and groups > 1):
                 raise ConfigError(f"{q8.rows} rows do not form {groups} groups of whole warps")
@@ -308,7 +312,7 @@ class Projections:
             _require(f16, QuantType.F16, 8 * splits)
             if q8 is not None and (f16.k != q8.k or splits > 1 or groups > 1):
                 raise ConfigError("stacked Q8_0 and F16 rows must read the same whole input")
-            f16_plan = _f16_plan(batch, f16.k // splits)
+            f16_plan = _f16_plan(batch, f16.k // splits, rows=f16.rows)
             blocks += -(-f16.rows // (warps * f16_plan.rows))
         self._grid, self._block = (blocks, splits), 32 * warps
         self._kernel = _projection_kernel(q8_plan, f16_plan, warps, exact=exact)

@@ -18,6 +18,7 @@ from ds4.cuda.kernels.intrinsics import device_function, shfl_xor
 
 __all__ = [
     "N_SHARDS",
+    "group_sum",
     "lane_sum_reference",
     "shard_blocks",
     "shard_sum",
@@ -62,63 +63,67 @@ def warp_sum(value):
 
 
 @functools.cache
-def shard_sum(n_shards: int, *, plus_extra: bool = False) -> Any:
-    """Device function (parts, first, lane, extra) -> tree of n_shards lane sums, in every lane.
+def group_sum(n_values: int) -> Any:
+    """Device function (parts, first, lane) -> sum over the warp of parts[first + (lane >> 2) % n].
 
-    `parts[first : first + n_shards]` are one lane's partial sums of the shards, overwritten. With
-    `plus_extra`, `extra[v]`, equal in every lane, is added to shard v's sum before the tree.
-    n_shards is 8, 4, 2 or 1.
+    `parts[first : first + n_values]` are one lane's partial sums, overwritten. n_values is 8, 4, 2
+    or 1, and lanes that differ by a multiple of 4 n_values get the same sum.
     """
-    if n_shards not in (1, 2, 4, 8):
-        raise ValueError(f"n_shards must be 1, 2, 4 or 8, got {n_shards}")
+    if n_values not in (1, 2, 4, 8):
+        raise ValueError(f"n_values must be 1, 2, 4 or 8, got {n_values}")
     # A split step hands half of the values to the partner lane; a plain one keeps all. The last
-    # three (or fewer) steps of distance 16, 8, 4 split, so the mask of shard bit i is 4 << i.
-    n_bits = n_shards.bit_length() - 1
-    plain_16, plain_8, plain_4 = n_bits < 3, n_bits < 2, n_bits < 1
+    # three (or fewer) steps of distance 16, 8, 4 split, so bit i of the value is lane bit 2 + i.
+    plain_16, plain_8, plain_4 = n_values < 8, n_values < 4, n_values < 2
 
     @device_function
-    def combine(parts, first, lane, extra):
-        if plain_16:
-            for v in range(n_shards):
-                parts[first + v] = parts[first + v] + shfl_xor(parts[first + v], 16)
-        else:
-            upper = lane & 16 != 0
-            for v in range(4):
+    def split(low, high, upper, distance):
+        """One exchange: the upper lane keeps `high` and sends `low`."""
+        sent = low if upper else high
+        kept = high if upper else low
+        return kept + shfl_xor(sent, distance)
+
+    @device_function
+    def total(parts, first, lane):
+        for v in range(4):
+            if not plain_16:
                 low, high = parts[first + v], parts[first + v + 4]
-                sent = low if upper else high
-                kept = high if upper else low
-                parts[first + v] = kept + shfl_xor(sent, 16)
-        if plain_8:
-            for v in range(n_shards):
-                parts[first + v] = parts[first + v] + shfl_xor(parts[first + v], 8)
-        else:
-            upper = lane & 8 != 0
-            for v in range(2):
+                parts[first + v] = split(low, high, lane & 16 != 0, 16)
+            elif v < n_values:
+                parts[first + v] = parts[first + v] + shfl_xor(parts[first + v], 16)
+        for v in range(2):
+            if not plain_8:
                 low, high = parts[first + v], parts[first + v + 2]
-                sent = low if upper else high
-                kept = high if upper else low
-                parts[first + v] = kept + shfl_xor(sent, 8)
+                parts[first + v] = split(low, high, lane & 8 != 0, 8)
+            elif v < n_values:
+                parts[first + v] = parts[first + v] + shfl_xor(parts[first + v], 8)
         if plain_4:
             value = parts[first] + shfl_xor(parts[first], 4)
         else:
-            upper = lane & 4 != 0
-            low, high = parts[first], parts[first + 1]
-            sent = low if upper else high
-            kept = high if upper else low
-            value = kept + shfl_xor(sent, 4)
+            value = split(parts[first], parts[first + 1], lane & 4 != 0, 4)
         value = value + shfl_xor(value, 2)
-        value = value + shfl_xor(value, 1)
-        if plus_extra:
-            mine = (lane >> 2) & (n_shards - 1)
-            more = extra[0]
-            for v in range(1, n_shards):
-                more = extra[v] if mine == v else more
-            value = value + more
-        if not plain_4:
+        return value + shfl_xor(value, 1)
+
+    return total
+
+
+@functools.cache
+def shard_sum(n_shards: int) -> Any:
+    """Device function (parts, first, lane) -> tree of n_shards lane sums, in every lane.
+
+    `parts[first : first + n_shards]` are one lane's partial sums of the shards, overwritten.
+    n_shards is 8, 4, 2 or 1.
+    """
+    group = group_sum(n_shards)
+    n_tree = n_shards.bit_length() - 1
+
+    @device_function
+    def combine(parts, first, lane):
+        value = group(parts, first, lane)
+        if n_tree > 0:
             value = value + shfl_xor(value, 4)
-        if not plain_8:
+        if n_tree > 1:
             value = value + shfl_xor(value, 8)
-        if not plain_16:
+        if n_tree > 2:
             value = value + shfl_xor(value, 16)
         return value
 
