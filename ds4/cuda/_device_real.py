@@ -115,7 +115,7 @@ class RealDevice(Device):
     def synchronize(self) -> None:
         _check("step", driver.cuStreamSynchronize(self.stream.handle))
 
-    def capture(self, launches: Sequence[Launch], *, overlap: bool = True) -> Replay:
+    def capture(self, launches: Sequence[Launch], *, overlap: bool = False) -> Replay:
         self.synchronize()
         builder = self.stream.create_graph_builder()
         builder.begin_building()

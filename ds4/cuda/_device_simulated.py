@@ -64,7 +64,7 @@ class SimulatedDevice(Device):
     def synchronize(self) -> None:
         """Everything has already run."""
 
-    def capture(self, launches: Sequence[Launch], *, overlap: bool = True) -> Replay:
+    def capture(self, launches: Sequence[Launch], *, overlap: bool = False) -> Replay:
         return _Recorded(self, tuple(launches))
 
     def timestamp(self) -> Any:

@@ -134,7 +134,7 @@ class Device:
         """
         raise NotImplementedError
 
-    def capture(self, launches: Sequence[Launch], *, overlap: bool = True) -> Replay:
+    def capture(self, launches: Sequence[Launch], *, overlap: bool = False) -> Replay:
         """Capture launches into a graph. Nothing runs; every kernel must have run once before.
 
         Args:

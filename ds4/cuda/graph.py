@@ -51,7 +51,7 @@ class Buckets:
         idle: Callable[[], None],
         *,
         use_graphs: bool,
-        overlap: bool = True,
+        overlap: bool = False,
     ) -> None:
         self.device = device
         self.overlap = overlap

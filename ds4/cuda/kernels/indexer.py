@@ -17,18 +17,22 @@ from ds4.cuda.kernels.intrinsics import address, cuda, device_function, f32_bits
 __all__ = ["KEYS_PER_BLOCK", "SELECT_THREADS", "scores_kernel", "select_kernel"]
 
 KEYS_PER_BLOCK = 32
-SELECT_THREADS = 512
+SELECT_THREADS = 1024
 _WARPS = 4
 _HEADS_AT_ONCE = 8
+_LOADS = 4  # 16-byte loads in flight
 _BINS = 256
+_TWICE_BINS = 2 * _BINS
+_ABOVE = 1 << 32  # counts of two kinds in one 64-bit number
 
 
 @functools.cache
 def scores_kernel(n_heads: int, width: int, rope_dim: int, top_k: int) -> Any:
     """Kernel: scores[b, j] = sum_h weight[b, h] * relu(q[b, h] . key j) for visible j.
 
-    q is rotated here, at the row's position. A lane computes one key, a warp every fourth part of
-    the heads in order; the four parts are added in order of the warps.
+    q is rotated here, at the row's position; q_column and q's width are multiples of 4. A lane
+    computes one key, a warp every fourth part of the heads in order; the four parts are added in
+    order of the warps.
 
     Args: table, state, layer as in `latent`; slots, positions i32[B]; cos, sin; q f32[B, *] from
     column q_column, n_heads * width wide; weights f32[B, *] from column w_column; scale of the
@@ -41,6 +45,8 @@ def scores_kernel(n_heads: int, width: int, rope_dim: int, top_k: int) -> Any:
     n_passes = -(-per_warp // _HEADS_AT_ONCE)
     heads_at_once = min(_HEADS_AT_ONCE, per_warp)
     n_query, n_sums = n_heads * width, _WARPS * KEYS_PER_BLOCK
+    n_quads, n_threads, n_loaded = n_query // 4, 32 * _WARPS, 4 * _LOADS
+    chunk = 16 if width % 16 == 0 else 4
 
     @cuda.jit
     def index_scores(
@@ -59,16 +65,25 @@ def scores_kernel(n_heads: int, width: int, rope_dim: int, top_k: int) -> Any:
         thread = cuda.threadIdx.x
         queries = cuda.shared.array(n_query, float32)
         sums = cuda.shared.array(n_sums, float32)
-        for pair in range(thread, n_heads * width // 2, 32 * _WARPS):
-            at = 2 * pair
-            x, y = q[b, q_column + at], q[b, q_column + at + 1]
-            within = at % width
-            if within >= tail:
-                i = (within - tail) // 2
-                c, s = cosines[b, 1, i], sines[b, 1, i]
-                x, y = x * c - y * s, x * s + y * c
-            queries[at] = x
-            queries[at + 1] = y
+        for base in range(thread, n_quads, _LOADS * n_threads):
+            v = cuda.local.array(n_loaded, float32)
+            for u in range(_LOADS):
+                quad = min(base + u * n_threads, n_quads - 1)
+                at = address(q, int64(b) * q.shape[1] + q_column + 4 * quad)
+                v[4 * u], v[4 * u + 1], v[4 * u + 2], v[4 * u + 3] = ld_f32x4(at)
+            for u in range(_LOADS):
+                quad = base + u * n_threads
+                within = 4 * quad % width
+                if quad < n_quads:
+                    if within >= tail:
+                        for half in range(2):
+                            i = (within - tail) // 2 + half
+                            c, s = cosines[b, 1, i], sines[b, 1, i]
+                            x, y = v[4 * u + 2 * half], v[4 * u + 2 * half + 1]
+                            v[4 * u + 2 * half] = x * c - y * s
+                            v[4 * u + 2 * half + 1] = x * s + y * c
+                    for k in range(4):
+                        queries[4 * quad + k] = v[4 * u + k]
         cuda.syncthreads()
         lane = thread & 31
         warp = thread >> 5
@@ -81,14 +96,15 @@ def scores_kernel(n_heads: int, width: int, rope_dim: int, top_k: int) -> Any:
                 acc = cuda.local.array(heads_at_once, float32)
                 for h in range(heads_at_once):
                     acc[h] = float32(0)
-                for d in range(0, width, 4):
-                    k0, k1, k2, k3 = ld_f32x4(address(state, base + d))
+                k = cuda.local.array(chunk, float32)
+                for d in range(0, width, chunk):
+                    for m in range(0, chunk, 4):
+                        at = address(state, base + d + m)
+                        k[m], k[m + 1], k[m + 2], k[m + 3] = ld_f32x4(at)
                     for h in range(heads_at_once):
                         at = min(first_head + h, n_heads - 1) * width + d
-                        acc[h] = fma(queries[at], k0, acc[h])
-                        acc[h] = fma(queries[at + 1], k1, acc[h])
-                        acc[h] = fma(queries[at + 2], k2, acc[h])
-                        acc[h] = fma(queries[at + 3], k3, acc[h])
+                        for m in range(chunk):
+                            acc[h] = fma(queries[at + m], k[m], acc[h])
                 for h in range(heads_at_once):
                     head = first_head + h
                     if head < n_heads and n * heads_at_once + h < per_warp and acc[h] > float32(0):
@@ -120,11 +136,12 @@ def select_kernel(top_k: int, n_threads: int = SELECT_THREADS) -> Any:
     chosen[b] are the indices of the top_k largest of the visible scores, ascending; ties go to the
     lower index. Not written where visible <= top_k.
 
-    Grid: B blocks of n_threads. A radix selection finds the top_k-th largest value byte by byte
-    (integer counts, so no order of addition matters), then one pass in index order collects.
-    Shared: 256 counters and two numbers per thread. Oracle:
+    Grid: B blocks of n_threads, a power of two. A radix selection finds the top_k-th largest value
+    byte by byte (integer counts, so no order of addition matters), then one pass in index order
+    collects. Shared: 512 counters, and two 64-bit numbers per thread. Oracle:
     `ds4.cpu.kernels.attention.index_select`.
     """
+    n_levels, twice = n_threads.bit_length() - 1, 2 * n_threads
 
     @cuda.jit
     def select(slots, positions, scores, chosen):
@@ -136,10 +153,9 @@ def select_kernel(top_k: int, n_threads: int = SELECT_THREADS) -> Any:
         if visible <= top_k:
             return
         thread = cuda.threadIdx.x
-        counts = cuda.shared.array(_BINS, int32)
+        counts = cuda.shared.array(_TWICE_BINS, int32)
         found = cuda.shared.array(2, uint32)
-        above = cuda.shared.array(n_threads, int32)
-        ties = cuda.shared.array(n_threads, int32)
+        picks = cuda.shared.array(twice, int64)
         if thread == 0:
             found[0] = uint32(0)
             found[1] = uint32(top_k)
@@ -155,42 +171,51 @@ def select_kernel(top_k: int, n_threads: int = SELECT_THREADS) -> Any:
                 if step == 0 or (key >> (shift + uint32(8))) == (prefix >> (shift + uint32(8))):
                     cuda.atomic.add(counts, int32((key >> shift) & uint32(255)), 1)
             cuda.syncthreads()
-            if thread == 0:
-                digit = _BINS - 1
-                while counts[digit] < wanted:
-                    wanted -= counts[digit]
-                    digit -= 1
-                found[0] = prefix | (uint32(digit) << shift)
-                found[1] = uint32(wanted)
+            # Sums from each bin upwards: the reach doubles from one half of the array to the other.
+            source = 0
+            for level in range(8):
+                for i in range(thread, _BINS, n_threads):
+                    value = counts[source + i]
+                    if i + (1 << level) < _BINS:
+                        value += counts[source + i + (1 << level)]
+                    counts[_BINS - source + i] = value
+                source = _BINS - source
+                cuda.syncthreads()
+            for i in range(thread, _BINS, n_threads):
+                higher = int32(0)
+                if i + 1 < _BINS:
+                    higher = counts[source + i + 1]
+                if higher < wanted and counts[source + i] >= wanted:
+                    found[0] = prefix | (uint32(i) << shift)
+                    found[1] = uint32(wanted - higher)
             cuda.syncthreads()
         threshold = found[0]
-        wanted_ties = int32(found[1])
+        wanted_ties = int64(found[1])
         # A thread owns adjacent indices, so counts before it place its own picks in order.
         share = (visible + n_threads - 1) // n_threads
         low = min(thread * share, visible)
         high = min(low + share, visible)
-        n_above = 0
-        n_ties = 0
+        mine = int64(0)
         for j in range(low, high):
             key = _sortable(scores[b, j])
             if key > threshold:
-                n_above += 1
+                mine += _ABOVE
             elif key == threshold:
-                n_ties += 1
-        above[thread] = n_above
-        ties[thread] = n_ties
+                mine += 1
+        picks[thread] = mine
         cuda.syncthreads()
-        if thread == 0:
-            sum_above = 0
-            sum_ties = 0
-            for i in range(n_threads):
-                a, e = above[i], ties[i]
-                above[i], ties[i] = sum_above, sum_ties
-                sum_above += a
-                sum_ties += e
-        cuda.syncthreads()
-        ties_before = ties[thread]
-        at = above[thread] + min(ties_before, wanted_ties)
+        # Counts of this thread and all before it: those above the threshold in the upper half.
+        source = 0
+        for level in range(n_levels):
+            value = picks[source + thread]
+            if thread >= (1 << level):
+                value += picks[source + thread - (1 << level)]
+            picks[n_threads - source + thread] = value
+            source = n_threads - source
+            cuda.syncthreads()
+        before = picks[source + thread] - mine
+        ties_before = before & (_ABOVE - 1)
+        at = (before >> 32) + min(ties_before, wanted_ties)
         for j in range(low, high):
             key = _sortable(scores[b, j])
             take = key > threshold
