@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -37,6 +38,25 @@ def _check(operation: str, result: Any) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def _foreign_errors() -> tuple[type[Exception], ...]:
+    """Errors that Numba and cuda.core raise for a failed driver call."""
+    # cuda.core has no public name for its error yet.
+    internals: Any = importlib.import_module("cuda.core._utils.cuda_utils")
+    return (_errors.CudaDriverError, internals.CUDAError)
+
+
+_FOREIGN: Final = _foreign_errors()
+
+
+@contextmanager
+def _translated(operation: str) -> Iterator[None]:
+    """Turn a foreign error into a DeviceError that names the operation."""
+    try:
+        yield
+    except _FOREIGN as error:
+        raise DeviceError(f"{operation}: {error}") from error
+
+
 class _Graph:
     """An instantiated graph; the launches' operands outlive it by construction (one arena)."""
 
@@ -45,7 +65,8 @@ class _Graph:
         self._stream = stream
 
     def launch(self) -> None:
-        self._graph.launch(self._stream)
+        with _translated("graph launch"):
+            self._graph.launch(self._stream)
 
     def close(self) -> None:
         self._graph.close()
@@ -115,17 +136,23 @@ class RealDevice(Device):
     def synchronize(self) -> None:
         _check("step", driver.cuStreamSynchronize(self.stream.handle))
 
+    def run(self, launches: Iterable[Launch]) -> None:
+        for launch in launches:
+            with _translated(launch.name):
+                launch.enqueue(self.stream)
+
     def capture(self, launches: Sequence[Launch], *, overlap: bool = False) -> Replay:
         self.synchronize()
-        builder = self.stream.create_graph_builder()
-        builder.begin_building()
-        for launch in launches:
-            launch.enqueue(builder)
-        builder.end_building()
-        if overlap:
-            relax_kernel_edges(builder.graph_definition.handle)
-        graph = builder.complete()
-        builder.close()
+        with _translated("graph capture"):
+            builder = self.stream.create_graph_builder()
+            builder.begin_building()
+            for launch in launches:
+                launch.enqueue(builder)
+            builder.end_building()
+            if overlap:
+                relax_kernel_edges(builder.graph_definition.handle)
+            graph = builder.complete()
+            builder.close()
         return _Graph(graph, self.stream)
 
     def timestamp(self) -> Any:
