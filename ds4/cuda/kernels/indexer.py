@@ -12,7 +12,15 @@ from typing import Any
 from numba import float32, int32, int64, uint32
 
 from ds4.cuda.kernels.block import begin
-from ds4.cuda.kernels.intrinsics import address, cuda, device_function, f32_bits, fma, ld_f32x4
+from ds4.cuda.kernels.intrinsics import (
+    address,
+    bounded_kernel,
+    cuda,
+    device_function,
+    f32_bits,
+    fma,
+    ld_f32x4,
+)
 
 __all__ = ["KEYS_PER_BLOCK", "SELECT_THREADS", "scores_kernel", "select_kernel"]
 
@@ -143,7 +151,8 @@ def select_kernel(top_k: int, n_threads: int = SELECT_THREADS) -> Any:
     """
     n_levels, twice = n_threads.bit_length() - 1, 2 * n_threads
 
-    @cuda.jit
+    # At 1024 threads a thread may have 64 registers, or the kernel cannot be launched.
+    @bounded_kernel(n_threads, 1)
     def select(slots, positions, scores, chosen):
         begin()
         b = cuda.blockIdx.x
