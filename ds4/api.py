@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import resources
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import attrs
 import numpy as np
@@ -31,6 +31,9 @@ from ds4.model.deepseek4.tensors import expected_tensors, load_shape
 from ds4.model.tokenizer import StreamDecoder, Tokenizer
 from ds4.sampling import SamplingParams, log_softmax
 from ds4.steps import Chunk, Decode, RowResult, StepPlan, Want
+
+if TYPE_CHECKING:
+    from ds4.world.config import HeadConfig
 
 __all__ = [
     "BACKENDS",
@@ -66,6 +69,29 @@ def bundled_model() -> Path:
     return Path(str(resources.files("ds4") / "models" / "tales.gguf"))
 
 
+def _whole(name: str, value: object) -> int:
+    """A whole number given as an argument; bools, floats and text are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ConfigError(f"{name} must be a whole number, got {value!r:.80}")
+    return int(value)
+
+
+def _token_ids(tokens: Sequence[int], n_vocab: int) -> list[int]:
+    """The tokens as plain integers, all of the vocabulary.
+
+    Raises:
+      InvalidRequest: names the first one that is no id.
+    """
+    for index, token in enumerate(tokens):
+        is_id = isinstance(token, (int, np.integer)) and not isinstance(token, bool)
+        if not (is_id and 0 <= token < n_vocab):
+            raise InvalidRequest(
+                f"token ids must be whole numbers from 0 to {n_vocab - 1}, "
+                f"item {index} is {token!r:.80}"
+            )
+    return [int(token) for token in tokens]
+
+
 @attrs.frozen(kw_only=True)
 class ModelOptions:
     """How a model is opened.
@@ -79,6 +105,7 @@ class ModelOptions:
       rounding: activation rounding switch.
       quality: exact kernels only: float32 activations in every product. The CPU backend has no
         others; CUDA otherwise multiplies packed weights with activations rounded to bytes.
+      world: ranks that run the model; None runs it in this process.
     """
 
     path: str | os.PathLike[str] | None = None
@@ -88,13 +115,16 @@ class ModelOptions:
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     rounding: Rounding = Rounding.NONE
     quality: bool = False
+    world: HeadConfig | None = None
 
     def __attrs_post_init__(self) -> None:
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}")
         for name in ("n_ctx", "prefill_chunk"):
-            if getattr(self, name) < 1:
+            if _whole(name, getattr(self, name)) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.threads is not None:
+            _whole("threads", self.threads)
 
 
 def open_model(
@@ -152,6 +182,7 @@ class Model:
       chat: conversations to ids.
       backend: the backend that runs it: `cpu` or `cuda`.
       prefill_chunk: most prompt tokens in one step.
+      is_closed: whether `close` was called.
     """
 
     def __init__(
@@ -172,6 +203,7 @@ class Model:
         self.backend = backend
         limit = CPU_CHUNK if backend == "cpu" else options.prefill_chunk
         self.prefill_chunk = min(options.prefill_chunk, limit)
+        self.is_closed = False
         self.steps = itertools.count(1)
         self._ids = itertools.count(1)
 
@@ -211,15 +243,33 @@ class Model:
         return min(self.options.n_ctx, self.shape.n_ctx_train)
 
     def session(self, n_ctx: int | None = None) -> Session:
-        """Open an empty timeline of `n_ctx` tokens (default: the model's option)."""
-        return Session(self, SessionId(next(self._ids)), n_ctx or self.n_ctx)
+        """Open an empty timeline of `n_ctx` tokens (default: the model's option).
+
+        Raises:
+          ConfigError: `n_ctx` is no whole number from 1 to what the model was trained for.
+          InvalidRequest: the model is closed.
+        """
+        self._check_open()
+        return Session(
+            self,
+            SessionId(next(self._ids)),
+            self.n_ctx if n_ctx is None else _whole("n_ctx", n_ctx),
+        )
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise InvalidRequest(f"the model {self.path} is closed")
 
     def warm_weights(self) -> int:
         """Read one byte of every page of the weights, so that no step waits for the disk.
 
         Returns:
           Bytes of the tensors read. Tensors that the model does not use are left alone.
+
+        Raises:
+          InvalidRequest: the model is closed.
         """
+        self._check_open()
         total = 0
         for name in expected_tensors(self.shape):
             if name in self.file.tensors:
@@ -276,7 +326,8 @@ class Model:
             yield rest
 
     def close(self) -> None:
-        """Free the model. Safe to call twice."""
+        """Free the model and its sessions, which cannot be used any more. Safe to call twice."""
+        self.is_closed = True
         self.executor.close()
         self.file.close()
 
@@ -297,6 +348,8 @@ def _backend(options: ModelOptions, file: GGUFFile) -> str:
 
     CUDA kernels are compiled at start, which takes longer than a small model's whole answer.
     """
+    if options.world is not None:
+        return "cuda" if options.world.run.backend == "cuda" else "cpu"
     if options.backend != "auto":
         return options.backend
     if file.file_bytes < AUTO_CUDA_BYTES or options.rounding is not Rounding.NONE:
@@ -307,6 +360,12 @@ def _backend(options: ModelOptions, file: GGUFFile) -> str:
 
 
 def _executor(options: ModelOptions, file: GGUFFile, backend: str, n_ctx: int) -> StepExecutor:
+    if options.world is not None:
+        # Trio and the protocol are imported only where there are ranks.
+        from ds4.world.executor import WorldExecutor
+        from ds4.world.identity import Identity
+
+        return WorldExecutor(options.world, Identity.of(file, options.world.run))
     # Numba is imported only when a model is really run.
     if backend == "cuda":
         # The device first: what is missing must be said before any kernel module is imported.
@@ -368,14 +427,17 @@ class Session:
 
         Raises:
           ContextOverflow: the tokens do not fit; nothing is appended.
-          InvalidRequest: no tokens, or ids outside the vocabulary.
+          InvalidRequest: no tokens, or an item that is no id of the vocabulary; nothing is
+            appended.
+          FloatingPointError: the logits are not finite; the tokens they follow are appended.
         """
         if len(self.tokens) + len(tokens) > self.n_ctx:
             raise ContextOverflow(len(self.tokens) + len(tokens), self.n_ctx)
         if not len(tokens):
             raise InvalidRequest("at least one token must be fed")
+        tokens = _token_ids(tokens, self.model.shape.n_vocab)
         if len(tokens) == 1:
-            return self._decode(Token(int(tokens[0])), sampling, want)
+            return self._decode(Token(tokens[0]), sampling, want)
         pieces: list[NDArray[np.float32]] = []
         result: RowResult | None = None
         chunk = self.model.prefill_chunk
@@ -392,10 +454,7 @@ class Session:
                 want=want if is_last else inner,
                 sampling=sampling,
             )
-            rows = self.model.executor.step(
-                StepPlan(step=StepId(next(self.model.steps)), prefill=(entry,))
-            ).rows
-            self.tokens.extend(int(t) for t in part)
+            rows = self._step(part, StepPlan(step=self._next_step(), prefill=(entry,)))
             if rows:
                 result = rows[0]
                 if result.logits is not None:
@@ -414,11 +473,21 @@ class Session:
             want=want,
             sampling=sampling,
         )
-        rows = self.model.executor.step(
-            StepPlan(step=StepId(next(self.model.steps)), decode=(entry,))
-        ).rows
-        self.tokens.append(token)
+        rows = self._step([token], StepPlan(step=self._next_step(), decode=(entry,)))
         return rows[0] if rows else None
+
+    def _next_step(self) -> StepId:
+        return StepId(next(self.model.steps))
+
+    def _step(self, tokens: Sequence[int], plan: StepPlan) -> tuple[RowResult, ...]:
+        try:
+            rows = self.model.executor.step(plan).rows
+        except FloatingPointError:
+            # Sampling failed, not the pass before it: the executor holds the tokens.
+            self.tokens.extend(tokens)
+            raise
+        self.tokens.extend(tokens)
+        return rows
 
     def generate(
         self,
@@ -466,12 +535,13 @@ class Session:
 
         Raises:
           ContextOverflow: the tokens do not fit; nothing is appended.
-          InvalidRequest: fewer than two tokens.
+          InvalidRequest: fewer than two tokens, or an item that is no id; nothing is appended.
         """
         if len(tokens) < 2:
             raise InvalidRequest(f"at least two tokens are needed to score one, got {len(tokens)}")
         if len(self.tokens) + len(tokens) - 1 > self.n_ctx:
             raise ContextOverflow(len(self.tokens) + len(tokens) - 1, self.n_ctx)
+        tokens = _token_ids(tokens, self.model.shape.n_vocab)
         chunk = self.model.prefill_chunk
         fed = tokens[:-1]  # nothing needs the last token's own logits
         scores: list[float] = []
@@ -493,8 +563,10 @@ class Session:
 
         What the executor no longer holds exactly is computed again from the tokens.
         """
-        if not 0 <= length <= len(self.tokens):
-            raise InvalidRequest(f"cannot rewind {len(self.tokens)} tokens to {length}")
+        # Anything but a whole number would fail later, half done.
+        is_whole = isinstance(length, (int, np.integer)) and not isinstance(length, bool)
+        if not (is_whole and 0 <= length <= len(self.tokens)):
+            raise InvalidRequest(f"cannot rewind {len(self.tokens)} tokens to {length!r:.80}")
         kept = int(self.model.executor.rewind(self.id, Position(length)))
         again = self.tokens[kept:length]
         del self.tokens[kept:]
@@ -515,8 +587,8 @@ class Session:
         self.tokens = self.model.executor.session_tokens(self.id)
 
     def close(self) -> None:
-        """Free the timeline. Safe to call twice."""
-        if self._open:
+        """Free the timeline. Safe to call twice, and after the model was closed."""
+        if self._open and not self.model.is_closed:
             self._open = False
             self.model.executor.close_session(self.id)
 

@@ -12,6 +12,7 @@ __all__ = [
     "CollectiveError",
     "ConfigError",
     "ContextOverflow",
+    "Desync",
     "DeviceError",
     "Ds4Error",
     "InvalidRequest",
@@ -188,6 +189,12 @@ class RankLost(Ds4Error):
         self.step = step
         where = "" if step is None else f" in step {step}"
         super().__init__(f"rank {rank} lost{where}: {reason}")
+
+
+class Desync(RankLost):
+    """Ranks that must agree do not: another digest, another length, another verdict on a plan."""
+
+    code = "desync"
 
 
 class RequestError(Ds4Error):

@@ -13,6 +13,10 @@ ROOT = Path(__file__).parent.parent / "ds4"
 
 # Longest matching prefix wins. A module may import foreign packages and ds4 modules not listed.
 FORBIDDEN = {
+    "ds4.errors": {"trio", "socket", "time", "cuda", "numba", "ds4"},
+    "ds4.ids": {"trio", "socket", "time", "cuda", "numba", "ds4"},
+    "ds4.collectives": {"trio", "cuda", "numba", "ds4.cpu", "ds4.cuda", "ds4.protocol",
+                        "ds4.frontends"},
     "ds4.gguf": {"trio", "socket", "cuda", "numba", "gguf", "ds4.model", "ds4.cpu", "ds4.cuda",
                  "ds4.protocol", "ds4.frontends", "ds4.partition"},
     "ds4.model": {"trio", "socket", "cuda", "numba", "gguf", "time", "ds4.cpu", "ds4.cuda",
@@ -29,6 +33,9 @@ FORBIDDEN = {
     "ds4.sampling": {"trio", "socket", "time", "cuda", "numba", "ds4.cpu", "ds4.cuda"},
     "ds4.cpu": {"trio", "cuda", "ds4.cuda", "ds4.protocol", "ds4.frontends"},
     "ds4.cuda": {"trio", "ds4.protocol", "ds4.frontends"},
+    "ds4.world": {"cuda", "numba", "ds4.cpu", "ds4.cuda", "ds4.frontends"},
+    "ds4.backend": {"trio", "socket", "time", "cuda", "numba", "ds4.cpu", "ds4.cuda",
+                    "ds4.protocol", "ds4.frontends"},
     "ds4.frontends": {"cuda", "numba", "ds4.cuda", "ds4.cpu"},
     "ds4": {"ds4.frontends"},
 }  # fmt: skip

@@ -16,7 +16,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import numpy as np
@@ -74,10 +74,23 @@ class CollectiveListener:
         except OSError as error:
             raise CollectiveError(f"cannot listen for collectives on {host}: {error}") from error
         self.address: Address = self._socket.getsockname()[:2]
+        self._is_aborted = False
 
     def close(self) -> None:
         """Stop listening."""
         self._socket.close()
+
+    def abort(self) -> None:
+        """Make a running or later `connect` fail soon. Callable from any thread."""
+        self._is_aborted = True
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in accept
+        except OSError:
+            return  # it does not listen any more
+
+    def _check_aborted(self, rank: int) -> None:
+        if self._is_aborted:
+            raise CollectiveError(f"rank {rank}: the connection of the ranks was aborted")
 
     def connect(
         self,
@@ -104,7 +117,7 @@ class CollectiveListener:
         peers: dict[int, socket.socket] = {}
         try:
             for peer in range(rank):
-                peers[peer] = _dial(peer, rank, addresses, token, deadline)
+                peers[peer] = _dial(peer, rank, addresses, token, deadline, self._check_aborted)
             self._accept(rank, len(addresses), token, deadline, peers)
         except BaseException:
             for connection in peers.values():
@@ -130,6 +143,7 @@ class CollectiveListener:
     ) -> None:
         strangers = 0
         while len(peers) < world - 1:
+            self._check_aborted(rank)
             self._socket.settimeout(_left(deadline))
             try:
                 connection, _ = self._socket.accept()
@@ -138,6 +152,9 @@ class CollectiveListener:
                 raise CollectiveError(
                     f"rank {rank}: no collective connection from rank {missing}"
                 ) from None
+            except OSError as error:
+                self._check_aborted(rank)
+                raise CollectiveError(f"rank {rank}: cannot accept a peer: {error}") from error
             try:
                 connection.settimeout(min(2.0, _left(deadline)))
                 hello = _HELLO.unpack(_receive_exactly(connection, _HELLO.size))
@@ -165,10 +182,16 @@ def _prepare(connection: socket.socket) -> None:
 
 
 def _dial(
-    peer: int, rank: int, addresses: Sequence[Address], token: bytes, deadline: float
+    peer: int,
+    rank: int,
+    addresses: Sequence[Address],
+    token: bytes,
+    deadline: float,
+    check_aborted: Callable[[int], None],
 ) -> socket.socket:
     host, port = addresses[peer]
     while True:
+        check_aborted(rank)
         try:
             connection = socket.create_connection((host, port), timeout=_left(deadline))
             connection.sendall(_HELLO.pack(_MAGIC, token, rank, len(addresses)))

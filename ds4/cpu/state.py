@@ -116,7 +116,8 @@ class SessionState:
     def _set_window(self, layer: LayerState, window: Floats) -> None:
         ring = layer.ring.reshape(self.capacity, -1)
         positions = self._window_positions()
-        ring[positions % self.capacity] = window.reshape(positions.size, -1)
+        # No -1 here: it cannot be inferred for the empty window of an empty timeline.
+        ring[positions % self.capacity] = window.reshape(positions.size, ring.shape[1])
 
     # -- checkpoints -------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from ds4.errors import ConfigError
 from ds4.gguf import GGUFFile, dequantize
 from ds4.model.deepseek4.shape import DeepSeek4Shape
 from ds4.model.deepseek4.tensors import check_hash_table
@@ -98,7 +97,6 @@ class Weights:
 
     Raises:
       ModelFileError: a hash table names no expert.
-      ConfigError: gate and up of a layer differ in type.
     """
 
     def __init__(self, file: GGUFFile, shape: DeepSeek4Shape) -> None:
@@ -162,10 +160,6 @@ class Weights:
             rows = table.reshape(s.n_vocab, s.n_used)
             check_hash_table(self.file.path, name, rows, s.n_experts)
         gate, up = self._matrix(f"{b}ffn_gate_exps.weight"), self._matrix(f"{b}ffn_up_exps.weight")
-        if gate.kind != up.kind:
-            raise ConfigError(
-                f"{self.file.path}: layer {i} has gate and up experts of different types"
-            )
         return LayerWeights(
             hc_attn=hyper("attn"),
             hc_ffn=hyper("ffn"),

@@ -86,6 +86,7 @@ class Parser(argparse.ArgumentParser):
         self._short = tuple(short)
         self._topics: dict[str, list[argparse._ArgumentGroup]] = {}
         self._texts: dict[str, str] = {}
+        self._help: argparse.Action | None = None
 
     def topic(self, topic: str, title: str) -> argparse._ArgumentGroup:
         """Open a titled group of options under a help topic."""
@@ -99,15 +100,20 @@ class Parser(argparse.ArgumentParser):
 
     def add_help_option(self, group: argparse._ArgumentGroup) -> None:
         """Add `--help [TOPIC]`."""
-        group.add_argument(
+        self._help = group.add_argument(
             "-h",
             "--help",
             action=_Help,
             nargs="?",
             metavar="TOPIC",
             choices=TOPICS,
-            help=f"show help and exit; TOPIC is one of {', '.join(TOPICS)}",
         )
+
+    def _filled(self) -> list[str]:
+        """Topics on which this program has something."""
+        return [
+            name for name in TOPICS if name == "all" or name in self._topics or name in self._texts
+        ]
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of writing and exiting."""
@@ -115,10 +121,12 @@ class Parser(argparse.ArgumentParser):
 
     def help_text(self, topic: str | None) -> str:
         """Help on a topic, on `all`, or in short (None)."""
+        if self._help is not None:
+            self._help.help = f"show help and exit; TOPIC is one of {', '.join(self._filled())}"
         if topic is None:
             wanted = list(self._short)
         elif topic == "all":
-            wanted = [name for name in TOPICS if name in self._topics or name in self._texts]
+            wanted = self._filled()[:-1]
         else:
             wanted = [topic]
         parts = [f"usage: {self.prog} [options]"]
@@ -131,7 +139,7 @@ class Parser(argparse.ArgumentParser):
             if name not in self._topics and name not in self._texts:
                 parts.append(f"{self.prog} has nothing on the topic {name}.")
         if topic is None:
-            rest = ", ".join(name for name in TOPICS if name not in self._short)
+            rest = ", ".join(name for name in self._filled() if name not in self._short)
             parts.append(f"More with {self.prog} --help TOPIC: {rest}.")
         return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 

@@ -30,10 +30,20 @@ from ds4.frontends.tasks import Tasks
 from ds4.frontends.template_option import read_template
 from ds4.frontends.terminal import Terminal, is_terminal
 from ds4.frontends.trace import Trace
+from ds4.frontends.world_options import (
+    Terminated,
+    exit_status,
+    head_config,
+    orderly_termination,
+    preflight,
+    work,
+    write_report,
+)
 from ds4.gguf import GGUFFile
 from ds4.model.deepseek4.rounding import Rounding
 from ds4.model.deepseek4.tensors import load_shape
 from ds4.model.tokenizer import Tokenizer
+from ds4.world.config import HeadConfig
 
 __all__ = ["entry", "main"]
 
@@ -103,9 +113,14 @@ def main(
     except ConfigError as error:
         terminal.error(_with_option(str(error)))
         return EXIT_USAGE
-    except (Ds4Error, FloatingPointError) as error:
+    except Ds4Error as error:
+        terminal.error(str(error))
+        return exit_status(error)
+    except FloatingPointError as error:
         terminal.error(str(error))
         return EXIT_FAILED
+    except Terminated:
+        return EXIT_OK  # the ranks have been stopped in order on the way here
     except MemoryError as error:
         terminal.error(f"out of memory: {error}" if str(error) else "out of memory")
         return EXIT_FAILED
@@ -147,12 +162,20 @@ def _with_option(text: str) -> str:
 
 
 def _run(args: argparse.Namespace, terminal: Terminal) -> int:
+    if args.role == "worker" and not (args.inspect or args.dump_tokens):
+        # A worker that cannot read its model has to tell the head.
+        return work(args, terminal.environment, log_level=log_level(terminal.environment))
     # Whatever was asked for, a model that cannot be read is the first thing to say.
     file = GGUFFile.open(args.model if args.model is not None else bundled_model())
     try:
         if args.inspect:
             terminal.stdout.write(report(file, args.ctx or DEFAULT_CONTEXT))
             return EXIT_OK
+        world = head_config(args, terminal.environment, log_level=log_level(terminal.environment))
+        if world is not None and world.preflight_only and not args.dump_tokens:
+            status, document = preflight(world)
+            terminal.stdout.write(document)
+            return status
         # Everything else that can be wrong with the options is said before weights are touched.
         prompt = read_prompt(args, terminal, load_shape(file).n_vocab)
         if args.dump_tokens:
@@ -162,7 +185,12 @@ def _run(args: argparse.Namespace, terminal: Terminal) -> int:
             if (path := getattr(args, option)) is not None:
                 check_writable(f"--{option.replace('_', '-')}", path)
         template = read_template(args.chat_template, file) if args.chat_template else None
-        with Trace(args.trace) as trace, _open_model(args, terminal, file) as model:
+        with (
+            Trace(args.trace) as trace,
+            orderly_termination(),
+            _open_model(args, terminal, file, world) as model,
+        ):
+            write_report(args, model)
             return Tasks(args, terminal, model, trace, template).run(prompt)
     finally:
         file.close()
@@ -180,7 +208,9 @@ def _dump_tokens(prompt: Prompt, terminal: Terminal, file: GGUFFile) -> None:
             terminal.line(f"{index:>6}  {token:>6}  {text!r}")
 
 
-def _open_model(args: argparse.Namespace, terminal: Terminal, file: GGUFFile) -> Model:
+def _open_model(
+    args: argparse.Namespace, terminal: Terminal, file: GGUFFile, world: HeadConfig | None
+) -> Model:
     options = ModelOptions(
         path=file.path,
         n_ctx=args.ctx or DEFAULT_CONTEXT,
@@ -189,6 +219,7 @@ def _open_model(args: argparse.Namespace, terminal: Terminal, file: GGUFFile) ->
         prefill_chunk=args.prefill_chunk,
         rounding=Rounding(args.activation_rounding),
         quality=args.quality,
+        world=world,
     )
     model = Model.open(options, file)
     if args.ctx is not None and args.ctx > model.n_ctx:

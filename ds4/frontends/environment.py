@@ -16,6 +16,7 @@ __all__ = ["KNOWN", "log_level", "unknown_variables"]
 
 KNOWN: Mapping[str, str] = {
     "DS4_LOG": "least level of log records on standard error: debug, info, warning or error",
+    "DS4_TP_TIMEOUT_SEC": "seconds for all ranks of a world to arrive (default: 300)",
 }
 """Name to meaning."""
 

@@ -12,6 +12,7 @@ from ds4.api import BACKENDS, DEFAULT_CONTEXT, DEFAULT_PREFILL_CHUNK, DEFAULT_SA
 from ds4.frontends.arguments import Parser, file_name, integer, number, text
 from ds4.frontends.commands import COMMANDS_HELP
 from ds4.frontends.environment import KNOWN
+from ds4.frontends.world_options import add_world_options
 
 __all__ = [
     "DEFAULT_LOGPROBS",
@@ -183,6 +184,7 @@ def cli_parser() -> Parser:
     add_runtime(parser)
     add_sampling(parser)
     add_thinking(parser)
+    add_world_options(parser)
     _add_diagnostics(parser)
     parser.topic_text("commands", COMMANDS_HELP)
     variables = "\n".join(f"  {name:<20}  {meaning}" for name, meaning in KNOWN.items())
@@ -256,8 +258,9 @@ def _add_diagnostics(parser: Parser) -> None:
     _file(
         task,
         "--dump-logits",
-        "write the logits that follow the prompt as JSON; with --tokens-file, or to a name that"
-        " ends in .npz, those of every position as float32 logits[T, V]",
+        "write the logits that follow the prompt as JSON; to a name that ends in .npz, or with"
+        " --tokens-file to any that does not end in .json, those of every position as float32"
+        " logits[T, V]",
     )
     _file(
         task,

@@ -222,7 +222,7 @@ class Tokenizer:
 
         size_key = f"{metadata.get('general.architecture')}.vocab_size"
         vocab_size = metadata.get(size_key)
-        if vocab_size is not None and vocab_size != len(tokens):
+        if vocab_size is not None and not _is_number(vocab_size, len(tokens)):
             raise ModelFileError(
                 path,
                 "tokenizer.ggml.tokens",
@@ -373,6 +373,11 @@ def _pre_tokenizer(passes: Sequence[str]) -> PreTokenizer:
     return Passes([*steps, ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
+def _is_number(value: object, expected: int | None) -> bool:
+    """Whether a metadata value is this integer; an array, which cannot be compared, is not."""
+    return isinstance(value, int) and not isinstance(value, bool) and value == expected
+
+
 def _special_tokens(
     path: str, metadata: Mapping[str, object], vocab: Mapping[str, int]
 ) -> SpecialTokens:
@@ -388,7 +393,7 @@ def _special_tokens(
     for name in ("bos", "eos"):
         key = f"tokenizer.ggml.{name}_token_id"
         claimed = metadata.get(key)
-        if claimed is not None and claimed != ids[name]:
+        if claimed is not None and not _is_number(claimed, ids[name]):
             raise ModelFileError(
                 path, key, expected=f"{ids[name]}, the id of {_SPECIAL_TEXT[name]!r}", found=claimed
             )

@@ -123,7 +123,10 @@ class MemoryPlan:
             ("workspace", self.workspace_bytes),
             ("ordered reduce", self.ordered_reduce_bytes),
             ("fast artifacts", self.fast_artifact_bytes),
-            (f"{self.sessions} sessions", _saturate(self.sessions * self.session_bytes)),
+            (
+                f"{self.sessions} session{'' if self.sessions == 1 else 's'}",
+                _saturate(self.sessions * self.session_bytes),
+            ),
         )
 
     @property

@@ -83,7 +83,7 @@ class Geometry:
     fast_aligned: bool = attrs.field(
         validator=BOOL, metadata={"flag": "DS4_CUDA_TP_FAST_ALIGNED_EXPERTS"}
     )
-    activation_dtype: str = attrs.field(validator=_NAME, metadata={"flag": _BUILD})
+    activation_dtype: str = attrs.field(validator=_NAME, metadata={"flag": "--activation-rounding"})
     transport: str = attrs.field(validator=_NAME, metadata={"flag": "--transport"})
     nccl_version: str = attrs.field(
         validator=_NAME, default="", metadata={"flag": "DS4_NCCL_LIBRARY"}

@@ -33,6 +33,7 @@ from ds4.protocol.messages import (
     RestoreBegin,
     RestoreChunk,
     RestoreEnd,
+    Rewind,
     Role,
     SessionClose,
     SessionOpen,
@@ -202,7 +203,7 @@ class Ledger:
                     raise Illegal("epoch", "nccl_ok without an nccl_id")
             case Step():
                 self._step(message)
-            case SessionOpen() | SessionClose() | SnapshotBegin() | RestoreBegin():
+            case SessionOpen() | SessionClose() | Rewind() | SnapshotBegin() | RestoreBegin():
                 self._operation(message)
             case SnapshotChunk() | SnapshotEnd():
                 self._snapshot(message)
@@ -308,7 +309,7 @@ class Ledger:
         self._outstanding.append((Subject.STEP, step))
 
     def _operation(
-        self, message: SessionOpen | SessionClose | SnapshotBegin | RestoreBegin
+        self, message: SessionOpen | SessionClose | Rewind | SnapshotBegin | RestoreBegin
     ) -> None:
         if self._last_op is not None and message.op != self._last_op + 1:
             raise Illegal("op_id", f"operation {message.op} after operation {self._last_op}")

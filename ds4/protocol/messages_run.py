@@ -54,6 +54,7 @@ __all__ = [
 _NAME = Text(128)
 _TEXT = Text(4096)
 _DATA = Octets(1, 2**32 - 1)
+_TOKENS = Octets(0, 2**32 - 1)
 
 
 @attrs.frozen(kw_only=True)
@@ -116,11 +117,21 @@ class Step(Message):
 
 @attrs.frozen(kw_only=True)
 class Rewind(Message):
-    """Cut a session to its first `length` tokens. Confirmed by the next ack, not by its own."""
+    """Cut a session to its first `length` tokens, or to fewer.
+
+    A rank keeps the longest exact prefix it still has state for and says in its ack how long that
+    is; the leader checks that all ranks kept the same.
+
+    Attributes:
+      op: operation id.
+      session: an open session.
+      length: most tokens to keep.
+    """
 
     TAG: ClassVar[int] = 33
     NAME: ClassVar[str] = "rewind"
 
+    op: int = attrs.field(validator=U64)
     session: int = attrs.field(validator=U64)
     length: int = attrs.field(validator=U64)
 
@@ -176,6 +187,8 @@ class Ack(Message):
       device_s: seconds the device spent.
       wait_s: seconds between the frame's arrival and the launch.
       rows: rank 0 only: sampled tokens and logits, one per entry that wanted something.
+      length: tokens the session holds after a rewind or a restore; else 0.
+      tokens: rank 0 only, after a restore: the session's ids as little-endian int32.
     """
 
     TAG: ClassVar[int] = 36
@@ -188,6 +201,10 @@ class Ack(Message):
     device_s: float = attrs.field(default=0.0, validator=FLOAT)
     wait_s: float = attrs.field(default=0.0, validator=FLOAT)
     rows: tuple[RowResult, ...] = attrs.field(default=(), validator=ROWS, eq=_row_key)
+    length: int = attrs.field(default=0, validator=U64)
+    tokens: bytes = attrs.field(
+        default=b"", validator=_TOKENS, repr=lambda data: f"<{len(data)} bytes>"
+    )
 
     @classmethod
     def of_step(cls, result: StepResult, *, wait_s: float = 0.0) -> Ack:

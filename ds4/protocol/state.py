@@ -162,14 +162,14 @@ ROWS: tuple[Row, ...] = (
     Row((_S.BOOTSTRAP,), _W, ("nccl_ok",), _S.WARMING),
     Row((_S.WARMING,), _W, ("load_progress",), None),
     Row((_S.WARMING,), _W, ("ready",), _S.READY),
-    # Work. A rewind has no answer, so it leaves READY as it is.
+    # Work. An invalidation has no answer, so it leaves READY as it is.
     Row(
         _RUNNING,
         _L,
-        ("session_open", "session_close", "step", "snapshot_begin", "restore_begin"),
+        ("session_open", "session_close", "step", "rewind", "snapshot_begin", "restore_begin"),
         _S.STEPPING,
     ),
-    Row(_RUNNING, _L, ("rewind", "invalidate"), None),
+    Row(_RUNNING, _L, ("invalidate",), None),
     Row((_S.STEPPING,), _L, ("checkpoint", "restore_chunk", "restore_end"), None),
     Row((_S.STEPPING,), _W, ("ack", "checkpoint", "snapshot_chunk", "snapshot_end"), None),
     Row((_S.STEPPING,), _W, ("ack.last", "fail.last"), _S.READY),

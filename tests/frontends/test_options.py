@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -18,8 +19,13 @@ VALUES = {
     "F": "0.5",
     "TEXT": "words",
     "NAME": None,  # see CHOICES
+    "R": "1",
+    "ROLE": "none",
+    "SEC": "5",
+    "WHICH": "contiguous",
+    "HOST PORT": "127.0.0.1 7000",
 }
-CHOICES = {"--backend": "cpu", "--activation-rounding": "vendor"}
+CHOICES = {"--backend": "cpu", "--activation-rounding": "vendor", "--transport": "tcp"}
 OPTION = re.compile(r"^  (-\S.*?)(?:  |$)", re.MULTILINE)
 
 
@@ -35,7 +41,9 @@ def printed_options() -> list[tuple[str, str | None]]:
 
 def test_help_all_prints_every_option_of_the_parser():
     printed = {name for name, _ in printed_options()}
-    assert printed == {name for action in cli_parser()._actions for name in action.option_strings}
+    # Options that are known only to be refused with a reason are not offered.
+    offered = [a for a in cli_parser()._actions if a.help != argparse.SUPPRESS]
+    assert printed == {name for action in offered for name in action.option_strings}
 
 
 @pytest.mark.parametrize(("option", "metavar"), printed_options())
@@ -44,7 +52,7 @@ def test_every_printed_option_is_accepted_up_to_opening_the_model(option: str, m
     if metavar == "[TOPIC]":
         assert run(option, model="/nowhere/model.gguf").status == 0
         return
-    value = [] if metavar is None else [CHOICES.get(option) or VALUES[metavar]]
+    value = [] if metavar is None else (CHOICES.get(option) or VALUES[metavar]).split()
     model = "/nowhere/model.gguf" if option not in ("-m", "--model") else None
     outcome = run(option, *value, model=model)
     assert outcome.status == 1
@@ -114,6 +122,13 @@ def test_every_topic_has_help_on_standard_output(topic: str):
     assert (outcome.status, outcome.err) == (0, "")
     assert outcome.out.startswith("usage: ds4")
     assert outcome.out.count("\n") > 2
+
+
+def test_help_advertises_only_topics_that_hold_something():
+    text = run("--help").out
+    assert text.endswith("More with ds4 --help TOPIC: diagnostics, commands, all.\n")
+    assert "kv-cache" not in text
+    assert "kv-cache" not in run("--help", "all").out
 
 
 def test_help_by_topic_shows_that_topic_only():

@@ -165,3 +165,15 @@ def test_a_routing_table_of_floats_is_refused(model):
         name, info.ne, info.shape, QuantType.F32, info.offset, info.n_bytes
     )
     assert "expected type I32, found F32" in str(refusal(model))
+
+
+def test_gate_and_up_experts_of_different_types_are_unsupported(model):
+    name = "blk.1.ffn_up_exps.weight"
+    info = model.tensors[name]
+    model.tensors[name] = type(info)(
+        name, info.ne, info.shape, QuantType.Q2_K, info.offset, info.n_bytes
+    )
+    error = refusal(model)
+    assert type(error) is UnsupportedModelError
+    assert f"tensor {name} at byte {info.offset}: expected type IQ2_XXS" in str(error)
+    assert str(error).endswith("found Q2_K")

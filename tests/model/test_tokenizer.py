@@ -237,6 +237,14 @@ def test_damaged_metadata_is_refused_by_name(change: dict[str, object], message:
         Tokenizer.from_metadata("broken.gguf", METADATA | change)
 
 
+@pytest.mark.parametrize("value", [np.array([0, 1]), np.array([0]), np.array([]), [], True, "0"])
+@pytest.mark.parametrize("name", ["tokenizer.ggml.bos_token_id", "deepseek4.vocab_size"])
+def test_what_is_no_number_where_one_belongs_is_refused_by_name(name, value):
+    changed = METADATA | {"general.architecture": "deepseek4", name: value}
+    with pytest.raises(ModelFileError, match=name.rpartition(".")[2]):
+        Tokenizer.from_metadata("broken.gguf", changed)
+
+
 def test_token_types_are_optional():
     bare = {k: v for k, v in METADATA.items() if k != "tokenizer.ggml.token_type"}
     # Without types the pad token is known by its bar alone.

@@ -64,7 +64,7 @@ def test_a_96_gib_working_set_refuses_74_with_the_subtraction():
         "rank 1: budget 64.00 GiB = working set 96.00 GiB (the smaller of 128.00 GiB physical and"
         " 96.00 GiB free) - reserve 32.00 GiB (unified memory)",
         "rank 1: serving 74.00 GiB = model 60.00 GiB + artifacts 10.00 GiB + workspace 2.00 GiB"
-        " + ordered reduce 1.00 GiB + 1 sessions 1.00 GiB",
+        " + ordered reduce 1.00 GiB + 1 session 1.00 GiB",
         "rank 1: loading at most 70.00 GiB, staging 0.00 GiB included",
         "rank 1: refused: 74.00 GiB is over the budget of 64.00 GiB by 10.00 GiB",
     ]

@@ -204,7 +204,7 @@ def test_tags_ascend_and_are_below_128():
 
 
 def _row(session=1, token=2, n=0, logits=None):
-    return [36, 0, 0, 1, 1, 0, b"", 0.0, 0.0, [[session, token, n, logits]]]
+    return [36, 0, 0, 1, 1, 0, b"", 0.0, 0.0, [[session, token, n, logits]], 0, b""]
 
 
 @pytest.mark.parametrize(
@@ -318,9 +318,9 @@ def test_a_record_with_another_number_of_fields_is_refused():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Rewind(session=-1, length=0),
-        lambda: Rewind(session=2**64, length=0),
-        lambda: Rewind(session=True, length=0),
+        lambda: Rewind(op=1, session=-1, length=0),
+        lambda: Rewind(op=1, session=2**64, length=0),
+        lambda: Rewind(op=1, session=True, length=0),
         lambda: Ping(time_ns=1.0),
         lambda: Bye(counters=[("a", 1)]),
         lambda: Bye(counters=(("a", 1, 2),)),

@@ -70,7 +70,7 @@ def candidates(end):
             transfer = ledger._restore
             yield RestoreChunk(op=transfer.op, index=transfer.next_index, data=b"x")
             yield RestoreEnd(op=transfer.op, hash=bytes(32))
-        yield Rewind(session=1, length=0)
+        yield Rewind(op=op, session=1, length=0)
         yield Invalidate(session=1)
         yield Stop(mode=0)
         yield Stop(mode=1)

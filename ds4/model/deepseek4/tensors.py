@@ -213,6 +213,16 @@ def check_tensors(file: GGUFFile, shape: DeepSeek4Shape) -> None:
                 found="no such tensor",
             )
         _check_one(file, spec, info)
+    for layer in range(shape.n_layers):
+        gate, up = (file.tensors[f"blk.{layer}.ffn_{part}_exps.weight"] for part in ("gate", "up"))
+        if gate.type is not up.type:
+            raise UnsupportedModelError(
+                file.path,
+                f"tensor {up.name}",
+                expected=f"type {gate.type.name}, as {gate.name} has",
+                found=up.type.name,
+                offset=up.offset,
+            )
 
 
 def _dims(shape: tuple[int, ...]) -> str:
