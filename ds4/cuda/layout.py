@@ -3,7 +3,7 @@
 Invariant: for every type `unpack(repack(blocks)) == blocks`, so no value changes. A block of a GGUF
 file mixes scales and quants at odd offsets (34, 66, 84 bytes); here each kind of field is its own
 plane, a flat array whose row r starts at item `r * items_per_row`: a lane reads 16 aligned bytes.
-Repacking on a GPU is `kernels.repack`, tested against this module. This module knows no device.
+This module knows no device; the loader does the same on one, tested against this.
 
 The planes, for rows of K weights:
 

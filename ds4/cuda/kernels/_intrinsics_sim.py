@@ -243,7 +243,8 @@ def fma_f16x2(a: Any, b: Any, c: Any) -> np.uint32:
 
 
 def shared_offset(pointer: _Pointer, n_bytes: Any) -> _Pointer:
-    return pointer + n_bytes
+    further: _Pointer = pointer + n_bytes
+    return further
 
 
 def ld_table(base: _Pointer, item: Any, stride: Any) -> Any:

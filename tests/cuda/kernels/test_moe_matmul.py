@@ -1,7 +1,7 @@
 """The expert kernels against float64 products, and the world invariance of their sums.
 
 Under the simulator a whole block would take minutes, so these launch a few tiles and rows; the
-whole block runs on a GPU in `../gpu/test_experts.py`.
+whole block is checked on a GPU by `benchmarks/cuda_matmul.py`.
 """
 
 import attrs
