@@ -4,6 +4,7 @@ Tiny models only: the claims are about arithmetic and state, not speed.
 """
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,7 +37,8 @@ def load(name, **options):
 def case(request):
     executor = load(request.param)
     reference = np.load(f"tests/data/{request.param}-reference.npz")
-    prompts = json.load(open(f"tests/data/{request.param}-prompts.json", encoding="utf-8"))
+    text = Path(f"tests/data/{request.param}-prompts.json").read_text(encoding="utf-8")
+    prompts = json.loads(text)
     yield executor, reference, [np.array(p["ids"], np.int32) for p in prompts["prompts"]]
     executor.close()
 
