@@ -32,6 +32,7 @@ from ds4.frontends.frontiers import Frontier, Measurement, Sweep, frontiers
 from ds4.frontends.options import DEFAULT_SYSTEM, add_runtime
 from ds4.model.chat import Message, ThinkingMode
 from ds4.model.deepseek4.rounding import Rounding
+from ds4.synthetic import open_synthetic
 
 __all__ = ["COLUMNS", "EXTENDED_COLUMNS", "entry", "main"]
 
@@ -365,22 +366,12 @@ def _opened(args: argparse.Namespace) -> _Opened:
             model.warm_weights()
         special = model.tokenizer.special
         return _Opened(model.executor, model.shape.n_vocab, model.prefill_chunk, special.eos, model)
-    from ds4.cuda.device import require_packages
-
-    require_packages()
-    from ds4.cuda.executor import CudaExecutor, CudaOptions
-    from ds4.cuda.synthetic import SyntheticSource
-
     begin = time.perf_counter()
-    source = SyntheticSource(args.synthetic)
-    options = CudaOptions(
-        max_context=args.ctx_alloc, max_sessions=args.sessions, exact=args.quality
+    made = open_synthetic(
+        args.synthetic, n_ctx=args.ctx_alloc, sessions=args.sessions, quality=args.quality
     )
-    executor = CudaExecutor(source, b"synthetic", options=options)
-    executor.warm_up()
     if not args.quiet:
         sys.stderr.write(
-            f"{args.synthetic}: {executor.memory_plan.text()}, ready in "
-            f"{time.perf_counter() - begin:.1f} s\n"
+            f"{args.synthetic}: {made.plan}, ready in {time.perf_counter() - begin:.1f} s\n"
         )
-    return _Opened(executor, source.shape.n_vocab, args.prefill_chunk, 1, None)
+    return _Opened(made.executor, made.n_vocab, args.prefill_chunk, 1, None)

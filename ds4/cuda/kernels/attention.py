@@ -217,7 +217,7 @@ def combine_kernel(sizes: HeadSizes, *, rounds: bool = False) -> Any:
     the compressors' inputs as `latent.append_row` takes them.
     Grid: (H + APPEND_BLOCKS, B) blocks of ceil(head_dim / 128) warps. Block h joins head h, a
     thread four elements; the last blocks append, which nothing else here reads. Shared: two
-    numbers per split of a piece of 32. Float32. Oracle: softmax in float64, then the rotation by -t.
+    numbers per split of a piece of 32. Float32. Oracle: softmax in float64, then rotation by -t.
     """
     layer_sizes = sizes.layer
     hd, ratio = layer_sizes.head_dim, layer_sizes.ratio
