@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from numba import float32, int64, uint32
+from numba import float32, int64, uint32, uint64
 
 from ds4.cuda.kernels.intrinsics import cuda, device_function, pack_f16x2
 
@@ -17,12 +17,11 @@ _HALF_RANGE = 0.035  # uniform, so the standard deviation is 0.02
 @device_function
 def _mix(i, seed):
     """A 32-bit hash of (index, seed): the finalizer of MurmurHash3 over their combination."""
-    h = uint32(uint32(i) * uint32(0x9E3779B1)) ^ uint32(seed)
-    h = uint32(h ^ (h >> uint32(16))) * uint32(0x85EBCA6B)
-    h = uint32(h)
-    h = uint32(h ^ (h >> uint32(13))) * uint32(0xC2B2AE35)
-    h = uint32(h)
-    return uint32(h ^ (h >> uint32(16)))
+    mask = uint64(0xFFFFFFFF)
+    h = ((uint64(i) & mask) * uint64(0x9E3779B1) & mask) ^ uint64(seed)
+    h = (h ^ (h >> uint64(16))) * uint64(0x85EBCA6B) & mask
+    h = (h ^ (h >> uint64(13))) * uint64(0xC2B2AE35) & mask
+    return uint32(h ^ (h >> uint64(16)))
 
 
 @functools.cache
