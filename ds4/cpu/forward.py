@@ -108,6 +108,7 @@ class Forward:
         self.threads = threads
         self._row_macs = _multiply_adds(weights)
         self._tasks = 1
+        self._is_warm = False
         self.own = own
         self.collective = collective
         self.rounding = rounding
@@ -373,6 +374,17 @@ class Forward:
 
     # -- whole pass --------------------------------------------------------------------------
 
+    def _warm_selection(self) -> None:
+        """Compile or load the kernels that only a long context reaches, with the first pass.
+
+        Otherwise a first long conversation would stand still in its middle for as long as they
+        compile.
+        """
+        self._is_warm = True
+        row, n = np.zeros(1, np.float32), np.zeros(1, np.int32)
+        attention.index_scores(row, row, row, 3, 1, 1, 1, 4, 1, row)
+        attention.index_select(row, 3, 1, 4, 1, 1, n.copy(), n)
+
     def run(self, segments: Sequence[Segment], wanted: NDArray[np.int64]) -> Floats:
         """Compute a batch and advance every session in it.
 
@@ -389,6 +401,8 @@ class Forward:
         threads = 1 if n_rows * self._row_macs < _SMALL_MACS else self.threads
         numba.set_num_threads(threads)
         self._tasks = threads if threads == 1 else 4 * threads
+        if not self._is_warm and 4 in s.ratios:
+            self._warm_selection()
         positions = np.concatenate(
             [segment.state.length + np.arange(segment.n_rows) for segment in segments]
         )
