@@ -52,6 +52,8 @@ __all__ = [
 BACKENDS = ("auto", "cpu", "cuda")
 DEFAULT_CONTEXT = 32768
 DEFAULT_PREFILL_CHUNK = 4096
+AUTO_CUDA_BYTES = 1 << 30
+"""Smallest file for which backend `auto` looks for a CUDA device."""
 CPU_CHUNK = 256
 """Most prompt tokens in one step on the CPU, which runs no more rows at once anyway: so progress is
 reported, and a stop is honoured, that often."""
@@ -101,6 +103,8 @@ class ModelOptions:
       threads: CPU worker threads; None takes every core this process may use.
       prefill_chunk: most prompt tokens in one step.
       rounding: activation rounding switch.
+      quality: exact kernels only: float32 activations in every product. The CPU backend has no
+        others; CUDA otherwise multiplies packed weights with activations rounded to bytes.
       world: ranks that run the model; None runs it in this process.
     """
 
@@ -110,6 +114,7 @@ class ModelOptions:
     threads: int | None = None
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK
     rounding: Rounding = Rounding.NONE
+    quality: bool = False
     world: HeadConfig | None = None
 
     def __attrs_post_init__(self) -> None:
@@ -130,6 +135,7 @@ def open_model(
     threads: int | None = None,
     prefill_chunk: int = DEFAULT_PREFILL_CHUNK,
     activation_rounding: str = "none",
+    quality: bool = False,
 ) -> Model:
     """Open a model file, or the bundled model.
 
@@ -140,6 +146,7 @@ def open_model(
       threads: CPU worker threads; None takes every core this process may use.
       prefill_chunk: most prompt tokens in one step. No influence on results.
       activation_rounding: `none` (float32 activations) or `vendor`.
+      quality: exact kernels only; matters on CUDA.
 
     Raises:
       ModelFileError: the file cannot be used; names what is wrong with it.
@@ -159,6 +166,7 @@ def open_model(
         threads=threads,
         prefill_chunk=prefill_chunk,
         rounding=rounding,
+        quality=quality,
     )
     return Model.open(options)
 
@@ -178,7 +186,12 @@ class Model:
     """
 
     def __init__(
-        self, options: ModelOptions, file: GGUFFile, executor: StepExecutor, tokenizer: Tokenizer
+        self,
+        options: ModelOptions,
+        file: GGUFFile,
+        executor: StepExecutor,
+        tokenizer: Tokenizer,
+        backend: str = "cpu",
     ) -> None:
         self.options = options
         self.file = file
@@ -187,8 +200,9 @@ class Model:
         self.tokenizer = tokenizer
         self.chat = ChatRenderer.from_metadata(tokenizer, file.metadata)
         self.executor = executor
-        self.backend = "cpu"
-        self.prefill_chunk = min(options.prefill_chunk, CPU_CHUNK)
+        self.backend = backend
+        limit = CPU_CHUNK if backend == "cpu" else options.prefill_chunk
+        self.prefill_chunk = min(options.prefill_chunk, limit)
         self.is_closed = False
         self.steps = itertools.count(1)
         self._ids = itertools.count(1)
@@ -216,7 +230,9 @@ class Model:
                     expected=f"{shape.n_vocab} tokens, as the embedding has rows",
                     found=tokenizer.n_vocab,
                 )
-            return cls(options, file, _executor(options, file), tokenizer)
+            backend = _backend(options, file)
+            n_ctx = min(options.n_ctx, shape.n_ctx_train)
+            return cls(options, file, _executor(options, file, backend, n_ctx), tokenizer, backend)
         except BaseException:
             file.close()
             raise
@@ -327,16 +343,42 @@ class Model:
         self.close()
 
 
-def _executor(options: ModelOptions, file: GGUFFile) -> StepExecutor:
+def _backend(options: ModelOptions, file: GGUFFile) -> str:
+    """The backend that `auto` means: cuda for large models where a device can be used, else cpu.
+
+    CUDA kernels are compiled at start, which takes longer than a small model's whole answer.
+    """
+    if options.world is not None:
+        return "cuda" if options.world.run.backend == "cuda" else "cpu"
+    if options.backend != "auto":
+        return options.backend
+    if file.file_bytes < AUTO_CUDA_BYTES or options.rounding is not Rounding.NONE:
+        return "cpu"
+    from ds4.cuda.device import is_available
+
+    return "cuda" if is_available() else "cpu"
+
+
+def _executor(options: ModelOptions, file: GGUFFile, backend: str, n_ctx: int) -> StepExecutor:
     if options.world is not None:
         # Trio and the protocol are imported only where there are ranks.
         from ds4.world.executor import WorldExecutor
         from ds4.world.identity import Identity
 
         return WorldExecutor(options.world, Identity.of(file, options.world.run))
-    if options.backend == "cuda":
-        raise ConfigError("backend cuda is not available in this build; use auto or cpu")
     # Numba is imported only when a model is really run.
+    if backend == "cuda":
+        # The device first: what is missing must be said before any kernel module is imported.
+        from ds4.cuda.device import require_packages
+
+        require_packages()
+        from ds4.cuda.executor import CudaExecutor, CudaOptions
+
+        return CudaExecutor.from_file(
+            file,
+            options=CudaOptions(max_context=n_ctx, exact=options.quality),
+            rounding=options.rounding,
+        )
     from ds4.cpu.executor import CpuExecutor
 
     return CpuExecutor(file, rounding=options.rounding, threads=options.threads)

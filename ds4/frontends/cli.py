@@ -218,13 +218,14 @@ def _open_model(
         threads=args.threads,
         prefill_chunk=args.prefill_chunk,
         rounding=Rounding(args.activation_rounding),
+        quality=args.quality,
         world=world,
     )
     model = Model.open(options, file)
     if args.ctx is not None and args.ctx > model.n_ctx:
         terminal.note(f"--ctx {args.ctx}: the model was trained for {model.n_ctx}, which is used")
     if args.quality:
-        _log.debug("quality.exact backend=%s: all its kernels are exact", model.backend)
+        _log.debug("quality.exact backend=%s: only exact kernels are used", model.backend)
     if args.warm_weights:
         begin = time.perf_counter()
         n_bytes = model.warm_weights()

@@ -74,7 +74,8 @@ def add_runtime(parser: Parser, *, default_context: int = DEFAULT_CONTEXT) -> No
     group.add_argument(
         "--quality",
         action="store_true",
-        help="use exact kernels only; the CPU backend has no others, so there it changes nothing",
+        help="use exact kernels only: no activation is rounded to bytes on CUDA; the CPU backend"
+        " has no other kernels, so there it changes nothing",
     )
     group.add_argument(
         "--warm-weights",
