@@ -126,7 +126,7 @@ def test_every_topic_has_help_on_standard_output(topic: str):
 
 def test_help_advertises_only_topics_that_hold_something():
     text = run("--help").out
-    assert text.endswith("More with ds4 --help TOPIC: diagnostics, commands, all.\n")
+    assert text.endswith("More with ds4 --help TOPIC: diagnostics, commands, distributed, all.\n")
     assert "kv-cache" not in text
     assert "kv-cache" not in run("--help", "all").out
 
