@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 import numpy as np
-from numba import float32, int64, uint32
+from numba import float32, int32, int64, uint32
 
 from ds4.cuda.kernels.expert_lists import LIST_TILE
 from ds4.cuda.kernels.gemm import tile_product
@@ -306,40 +306,47 @@ def _join_kernel(n_used: int, first_shard: int, n_shards: int) -> Any:
     The kernel takes: ids i32[T K], slots, shard_of i32[E]; y f32[T K, D] flat; shared
     f32[n_shards, T, D] flat; out f32[T, D] flat; n_tokens, d.
 
-    Grid: (ceil(D / 128), T) blocks of 128 threads, an output each. Oracle: `reduce.tree_reference`.
+    Grid: (ceil(D / 128), T) blocks of 128 threads, an output each. Shared memory: 4 bytes a choice.
+    Oracle: `reduce.tree_reference`.
     """
 
     @cuda.jit
     def join(ids, slots, shard_of, y, shared, out, n_tokens, d):
         release_dependents()
-        column = cuda.blockIdx.x * 128 + cuda.threadIdx.x
+        shards = cuda.shared.array(n_used, int32)
+        thread = cuda.threadIdx.x
+        column = cuda.blockIdx.x * 128 + thread
         token = cuda.blockIdx.y
+        first_choice = int64(token) * n_used
         grid_wait()
+        for k in range(thread, n_used, 128):
+            expert = ids[first_choice + k]
+            shards[k] = shard_of[expert] - first_shard if slots[expert] >= 0 else -1
+        cuda.syncthreads()
         if column < d:
-            parts = cuda.local.array(n_shards, float32)
-            for v in range(n_shards):
-                parts[v] = float32(0)
-            for k in range(n_used):
-                choice = int64(token) * n_used + k
-                expert = ids[choice]
-                if slots[expert] >= 0:
-                    shard = shard_of[expert] - first_shard
-                    more = y[choice * d + column]
-                    for v in range(n_shards):
-                        parts[v] = parts[v] + more if v == shard else parts[v]
             at = int64(token) * d + column
             plane = int64(n_tokens) * d
+            # The tree as a binary counter: a level holds a left half that waits for its right one.
+            level_0 = level_1 = level_2 = total = float32(0)
             for v in range(n_shards):
-                parts[v] = parts[v] + shared[v * plane + at]
-            if n_shards > 4:
-                for v in range(4):
-                    parts[v] = parts[2 * v] + parts[2 * v + 1]
-            if n_shards > 2:
-                for v in range(2):
-                    parts[v] = parts[2 * v] + parts[2 * v + 1]
-            if n_shards > 1:
-                parts[0] = parts[0] + parts[1]
-            out[at] = parts[0]
+                total = float32(0)
+                for k in range(n_used):
+                    if shards[k] == v:
+                        total = total + y[(first_choice + k) * d + column]
+                total = total + shared[v * plane + at]
+                if v & 1 == 0:
+                    level_0 = total
+                else:
+                    total = level_0 + total
+                    if v & 2 == 0:
+                        level_1 = total
+                    else:
+                        total = level_1 + total
+                        if v & 4 == 0:
+                            level_2 = total
+                        else:
+                            total = level_2 + total
+            out[at] = total
 
     return join
 
