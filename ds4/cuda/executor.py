@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from typing import Self
 
 import attrs
@@ -19,13 +18,14 @@ from ds4.cuda.state import DeviceSession, SessionPool
 from ds4.cuda.step import Program
 from ds4.cuda.weights import DeviceWeights
 from ds4.cuda.workspace import META_FIELDS, StepLimits, Workspace
-from ds4.errors import ConfigError, DeviceError, InvalidRequest, OutOfDeviceMemory
+from ds4.errors import ConfigError, DeviceError, OutOfDeviceMemory
 from ds4.gguf import GGUFFile
-from ds4.ids import Position, SessionId, Token
+from ds4.ids import SessionId, Token
 from ds4.model.deepseek4.rounding import Rounding
 from ds4.model.deepseek4.tensors import load_shape
 from ds4.partition.ownership import Ownership
 from ds4.sampling import sample
+from ds4.session_table import Piece, SessionTable, batches, wanted_rows
 from ds4.steps import Chunk, Decode, RowResult, StepPlan, StepResult, Want
 
 __all__ = ["CudaExecutor", "CudaOptions"]
@@ -58,7 +58,7 @@ class CudaOptions:
     checkpoints: int = 4
 
 
-class CudaExecutor:
+class CudaExecutor(SessionTable[DeviceSession]):
     """Runs steps on a GPU. Implements `ds4.executor.StepExecutor`.
 
     Args:
@@ -94,9 +94,8 @@ class CudaExecutor:
         self.options = opts = options or CudaOptions()
         self.file = file
         self.shape = source.shape
+        super().__init__(self.shape.n_vocab, identity)
         self.join = join or SoloJoin()
-        self._identity = identity
-        self._sessions: dict[SessionId, DeviceSession] = {}
         self.device: Device = open_device(opts.ordinal)
         try:
             self._build(source, own or Ownership.of(self.shape))
@@ -219,40 +218,8 @@ class CudaExecutor:
             )
         self._sessions[session] = self.pool.open(n_ctx)
 
-    def close_session(self, session: SessionId) -> None:
-        """See `StepExecutor.close_session`."""
-        self.pool.close(self._state(session))
-        del self._sessions[session]
-
-    def _state(self, session: SessionId) -> DeviceSession:
-        state = self._sessions.get(session)
-        if state is None:
-            raise InvalidRequest(f"session {session} is not open")
-        return state
-
-    def session_length(self, session: SessionId) -> Position:
-        """See `StepExecutor.session_length`."""
-        return Position(self._state(session).length)
-
-    def session_tokens(self, session: SessionId) -> list[int]:
-        """See `StepExecutor.session_tokens`."""
-        state = self._state(session)
-        return [int(t) for t in state.tokens[: state.length]]
-
-    def rewind(self, session: SessionId, length: Position) -> Position:
-        """See `StepExecutor.rewind`."""
-        state = self._state(session)
-        if not 0 <= length <= state.length:
-            raise InvalidRequest(f"cannot rewind session {session} of {state.length} to {length}")
-        return Position(state.rewind(length))
-
-    def snapshot(self, session: SessionId) -> bytes:
-        """See `StepExecutor.snapshot`."""
-        return self._state(session).snapshot(self._identity)
-
-    def restore(self, session: SessionId, data: bytes) -> None:
-        """See `StepExecutor.restore`."""
-        self._state(session).restore(self._identity, data)
+    def _release(self, state: DeviceSession) -> None:
+        self.pool.close(state)
 
     def close(self) -> None:
         """See `StepExecutor.close`."""
@@ -264,41 +231,19 @@ class CudaExecutor:
 
     # -- steps -------------------------------------------------------------------------------
 
-    def check(self, plan: StepPlan) -> None:
-        """See `StepExecutor.check`."""
-        for entry in plan.entries():
-            state = self._state(entry.session)
-            start = entry.start if isinstance(entry, Chunk) else entry.position
-            if start != state.length:
-                raise InvalidRequest(
-                    f"step {plan.step}: session {entry.session} is at {state.length}, "
-                    f"the plan continues it at {start}"
-                )
-            if start + entry.n_rows > state.n_ctx:
-                raise InvalidRequest(
-                    f"step {plan.step}: session {entry.session} holds {state.n_ctx} tokens, "
-                    f"the plan needs {start + entry.n_rows}"
-                )
-            tokens = entry.tokens if isinstance(entry, Chunk) else np.array([entry.token])
-            if int(tokens.min()) < 0 or int(tokens.max()) >= self.shape.n_vocab:
-                raise InvalidRequest(
-                    f"step {plan.step}: session {entry.session}: token ids must be "
-                    f"0 to {self.shape.n_vocab - 1}"
-                )
-
     def step(self, plan: StepPlan) -> StepResult:
         """See `StepExecutor.step`."""
         self.check(plan)
-        batches = list(_batches(plan, self.limits.max_rows))
-        for batch in batches:
+        passes = list(batches(plan, self.limits.max_rows))
+        for batch in passes:
             # Warming a bucket up uses the same buffers, so it comes before the first row.
             self.buckets.prepare(bucket_of(sum(int(tokens.size) for _, tokens, _ in batch)))
-            n_wanted = sum(len(_wanted_rows(e.want, int(t.size), last)) for e, t, last in batch)
+            n_wanted = sum(len(wanted_rows(e.want, int(t.size), last)) for e, t, last in batch)
             if n_wanted:
                 self.buckets.prepare(bucket_of(n_wanted))
         begin = self.device.timestamp()
         found: dict[SessionId, _Found] = {}
-        for batch in batches:
+        for batch in passes:
             self._run(batch, found)
         for entry in plan.prefill:
             self._state(entry.session).checkpoint()
@@ -332,7 +277,7 @@ class CudaExecutor:
     def _enqueue_idle(self) -> None:
         self._enqueue_meta(np.zeros((len(META_FIELDS) - 1, 0), np.int32))
 
-    def _run(self, batch: list[_Piece], found: dict[SessionId, _Found]) -> None:
+    def _run(self, batch: list[Piece], found: dict[SessionId, _Found]) -> None:
         """Enqueue one bucket, and read what its entries want."""
         n = sum(int(tokens.size) for _, tokens, _ in batch)
         fill = np.zeros((len(META_FIELDS) - 1, n), np.int32)
@@ -347,7 +292,7 @@ class CudaExecutor:
             fill[1, rows] = state.length + np.arange(tokens.size)
             fill[2, rows] = state.slot
             fill[3, rows], fill[4, rows] = first, last
-            for row in _wanted_rows(entry.want, int(tokens.size), is_last):
+            for row in wanted_rows(entry.want, int(tokens.size), is_last):
                 wanted.append(first + row)
                 owners.append(entry)
             state.append(tokens)
@@ -386,14 +331,6 @@ class CudaExecutor:
             logits = np.stack(found.logits)
         return RowResult(session=entry.session, token=token, logits=logits)
 
-    def _digest(self, plan: StepPlan) -> bytes:
-        """Digest over (session, tokens) of every session the plan touched."""
-        total = hashlib.blake2b(digest_size=16)
-        for session in sorted(entry.session for entry in plan.entries()):
-            total.update(int(session).to_bytes(8, "little"))
-            total.update(self._state(session).digest())
-        return total.digest()
-
 
 @attrs.define
 class _Found:
@@ -403,36 +340,5 @@ class _Found:
     logits: list[NDArray[np.float32]] = attrs.Factory(list)
 
 
-_Piece = tuple[Chunk | Decode, NDArray[np.int32], bool]
-
-
 def _needs_logits(entry: Chunk | Decode) -> bool:
     return entry.want in (Want.TOKEN_AND_LOGITS, Want.ALL_LOGITS) or entry.sampling.temperature > 0
-
-
-def _batches(plan: StepPlan, max_rows: int) -> Iterator[list[_Piece]]:
-    """Cut a plan into forward passes of at most max_rows rows; (entry, tokens, last piece?)."""
-    batch: list[_Piece] = []
-    room = max_rows
-    for entry in plan.entries():
-        tokens = entry.tokens if isinstance(entry, Chunk) else np.array([entry.token], np.int32)
-        at = 0
-        while at < tokens.size:
-            n = min(room, tokens.size - at)
-            batch.append((entry, tokens[at : at + n], at + n == tokens.size))
-            at += n
-            room -= n
-            if room == 0:
-                yield batch
-                batch, room = [], max_rows
-    if batch:
-        yield batch
-
-
-def _wanted_rows(want: int, n_rows: int, is_last: bool) -> range:
-    """Rows of a piece whose logits are needed."""
-    if want == Want.ALL_LOGITS:
-        return range(n_rows)
-    if want != Want.NOTHING and is_last:
-        return range(n_rows - 1, n_rows)
-    return range(0)
