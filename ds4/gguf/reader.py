@@ -307,7 +307,7 @@ class HeaderReader:
         places = self.tensor_infos(n_tensors)
         data_offset = -(-self.pos // alignment) * alignment
         tensors = {info.name: self.placed(info, at, data_offset, alignment) for info, at in places}
-        self.check_overlap(tensors)
+        self.check_order(tensors, data_offset, alignment)
         return GGUFFile(
             self.path,
             self.mapping,
@@ -537,14 +537,22 @@ class HeaderReader:
             self.fail(what, f"data within the file's {self.file_bytes} bytes", found, at)
         return attrs.evolve(info, offset=start)
 
-    def check_overlap(self, tensors: dict[str, TensorInfo]) -> None:
+    def check_order(self, tensors: dict[str, TensorInfo], data_offset: int, alignment: int) -> None:
+        """Every tensor begins where the one before it ends, padded: no overlap, and no gap.
+
+        A gap means that a tensor is smaller than the space its writer gave it: its type or shape in
+        the header is not the one it was written with.
+        """
         ordered = sorted(tensors.values(), key=lambda info: info.offset)
         for one, two in itertools.pairwise(ordered):
             end = one.offset + one.n_bytes
-            if two.offset < end:
+            padded = data_offset + -(-(end - data_offset) // alignment) * alignment
+            if two.offset != padded:
                 self.fail(
                     f"tensor {_show(two.name)} data",
-                    f"an offset from {end} on, behind tensor {_show(one.name)}",
+                    f"an offset from {end} on, behind tensor {_show(one.name)}"
+                    if two.offset < end
+                    else f"offset {padded}, right behind tensor {_show(one.name)}",
                     two.offset,
                     two.offset,
                 )

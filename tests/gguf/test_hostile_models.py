@@ -14,6 +14,7 @@ from ds4.gguf import GGUFFile, QuantType
 from ds4.gguf.constants import ValueType
 from ds4.model.deepseek4.tensors import load_shape
 from tests.gguf.files import File, array, key, scalar, tensor
+from tests.modelmaker import write_model
 
 CORPUS = Path(__file__).parents[2] / "fuzz" / "corpus" / "fuzz_gguf"
 
@@ -177,3 +178,16 @@ def test_gate_and_up_experts_of_different_types_are_unsupported(model):
     assert type(error) is UnsupportedModelError
     assert f"tensor {name} at byte {info.offset}: expected type IQ2_XXS" in str(error)
     assert str(error).endswith("found Q2_K")
+
+
+def test_a_tensor_relabelled_to_a_smaller_type_is_refused_by_the_gap_it_leaves(tmp_path):
+    path = write_model(tmp_path / "whole.gguf")
+    data = bytearray(path.read_bytes())
+    name = b"token_embd.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8
+    assert data[at : at + 4] == (1).to_bytes(4, "little"), "F16 in the file as written"
+    data[at : at + 4] = (8).to_bytes(4, "little")
+    bad = tmp_path / "relabelled.gguf"
+    bad.write_bytes(data)
+    with pytest.raises(ModelFileError, match=r"right behind tensor token_embd\.weight"):
+        GGUFFile.open(bad)
