@@ -303,7 +303,8 @@ class _Siege:
         deadline = trio.current_time() + self._bounds.recover_s
         while True:
             found = await self.probe()
-            if found == self.target or trio.current_time() >= deadline:
+            ended = self.explained and found == "none"
+            if ended or found == self.target or trio.current_time() >= deadline:
                 return found
             await trio.sleep(0.1)
 

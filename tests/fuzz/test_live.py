@@ -157,6 +157,7 @@ def world(tmp_path, *, keyed):
             process.communicate()
 
 
+@pytest.mark.slow
 def test_a_coordinator_with_a_key_takes_its_worker_after_an_attack_by_strangers(tmp_path):
     with world(tmp_path, keyed=True) as (head, address, start_worker):
         found = tmp_path / "report.json"
@@ -173,6 +174,7 @@ def test_a_coordinator_with_a_key_takes_its_worker_after_an_attack_by_strangers(
             assert process.returncode == 0, err
 
 
+@pytest.mark.slow
 def test_a_member_that_differs_ends_the_world_and_is_told_why(tmp_path):
     with world(tmp_path, keyed=True) as (head, address, _):
         options = ["--as", "member", "--cluster-key-file", str(tmp_path / "key")]
