@@ -8,7 +8,7 @@ import sys
 from typing import Final, Protocol
 
 from ds4.errors import ConfigError
-from fuzz import listing, replay, run
+from fuzz import listing, live, replay, run
 
 
 class Command(Protocol):
@@ -25,6 +25,7 @@ class Command(Protocol):
 
 COMMANDS: Final[dict[str, Command]] = {
     "list": listing,
+    "live": live,
     "replay": replay,
     "run": run,
 }
