@@ -131,7 +131,8 @@ MUTATIONS: tuple[Mutation, ...] = (
         ),
         (_REMAP,),
         note="a world with one expert a rank cannot see this, since the local index is always 0; "
-        "the law is checked on placements of up to 48 experts. The CPU keeps global indices.",
+        "the law is checked on placements of up to 48 experts. The CPU keeps global indices. "
+        "The GPU loader builds its own remap, which no mutation here changes yet.",
     ),
     Mutation(
         "B",
