@@ -29,7 +29,8 @@ import numpy as np
 
 import ds4
 from ds4.gguf import GGUFFile
-from ds4.model.deepseek4.shape import DeepSeek4Shape, load_shape
+from ds4.model.deepseek4.shape import DeepSeek4Shape
+from ds4.model.deepseek4.tensors import load_shape
 from ds4.partition.collectives_model import bytes_sent, step_schedule
 from ds4.partition.placement import LayerPlacement, Placement
 from ds4.partition.placement_file import dump_placement
