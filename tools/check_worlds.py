@@ -134,7 +134,7 @@ class Checker:
         if which == "explicit":
             which = str(self._folder / "placement.json")
         command = [
-            *(sys.executable, "-m", "ds4", "-m", self._model, "-q", "-t", "1", "--ctx", "128"),
+            *(sys.executable, "-m", "ds4", "-m", self._model, "-t", "1", "--ctx", "128"),
             *(FLAGS[case.mode], "--tensor-parallel-world", str(case.world)),
             *("--ep-placement", which, "--prefill-chunk", str(case.chunk)),
             *("--rank-timeout", "120", "--tokens-file", str(self._folder / "ids.json")),
