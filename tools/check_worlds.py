@@ -42,8 +42,9 @@ FLAGS = {"ep": "--expert-parallel", "tp": "--tensor-parallel"}
 N_IDS = 48
 SELF_TEST_BYTES = 32
 """The mesh proves itself by joining eight float32 before the first step."""
-WARM_UP = ((2, 1), (1, 1))
-"""(rows, logit rows) of the steps that a rank runs before it is ready."""
+WARM_UP = ((2, 0), (1, 1))
+"""(rows, logit rows) of the steps that a rank runs before it is ready: a chunk that wants nothing,
+then a decode that wants a token."""
 LIMIT_S = 600
 
 
