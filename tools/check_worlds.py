@@ -218,7 +218,9 @@ def main() -> int:
     commit = _commit()
     rows: list[dict[str, object]] = []
     n_wrong = 0
-    print("placement  mode ranks chunk  logits            bytes sent by each rank   seconds verdict")
+    print(
+        "placement  mode ranks chunk  logits            bytes sent by each rank   seconds verdict"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for found, verdict in check(Checker(args.model, Path(folder)), cases):
             case = found.case
