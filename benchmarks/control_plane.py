@@ -117,7 +117,8 @@ async def measure(n: int, n_steps: int) -> dict[int, list[float]]:
     command = [sys.executable, __file__, "--worlds", str(n), "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ranks = [
-        subprocess.Popen([*command, "--rank", str(rank)], env=environment) for rank in range(n)
+        await trio.lowlevel.open_process([*command, "--rank", str(rank)], env=environment)
+        for rank in range(n)
     ]
     try:
         async with trio.open_nursery() as nursery:
@@ -135,13 +136,13 @@ async def measure(n: int, n_steps: int) -> dict[int, list[float]]:
             for n_sessions in SESSIONS:
                 found[n_sessions] = await time_steps(world, n_sessions, n_steps)
             head.stop()
-        statuses = [rank.wait(timeout=30) for rank in ranks]
+        with trio.fail_after(30):
+            statuses = [await rank.wait() for rank in ranks]
     finally:
         listener.socket.close()
         for rank in ranks:
-            if rank.poll() is None:
+            if rank.returncode is None:
                 rank.kill()
-                rank.wait()
     if any(statuses):
         raise RuntimeError(f"rank processes ended with {statuses}")
     return found

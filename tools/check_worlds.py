@@ -5,8 +5,8 @@ usage: python tools/check_worlds.py [--worlds 1,2,4,8] [--placements ...] [--chu
 
 Each case is one `ds4 --dump-logits` with real rank processes. Within a placement the logits of all
 positions must equal, bit for bit, those of the first case, whatever the mode, the number of ranks
-and the prefill chunk. Each rank's byte counter in `--world-report`, which is taken after the warm-up
-steps, must equal what the collective schedule says. Exits with 1 on any difference.
+and the prefill chunk. Each rank's byte counter in `--world-report`, which is taken after the
+warm-up steps, must equal what the collective schedule says. Exits with 1 on any difference.
 """
 
 from __future__ import annotations
