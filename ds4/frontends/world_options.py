@@ -269,8 +269,9 @@ def head_config(
       WorldRefused, ConfigError: as `world_request`, or the key file is of no use.
     """
     request = world_request(args)
-    if not request.is_networked or request.n_ranks == 1:
+    if not request.is_networked:
         return None
+    # A mode with one rank is a world too: its placement and its report are not to be dropped.
     return HeadConfig(
         run=_run_config(args, request),
         listen=request.listen or ("127.0.0.1", 0),

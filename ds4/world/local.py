@@ -40,12 +40,10 @@ class Supervisor:
 
     Args:
       head: told when a process ends.
-      kill_s: how long a process may take to end by itself.
     """
 
-    def __init__(self, head: Head, kill_s: float) -> None:
+    def __init__(self, head: Head) -> None:
         self._head = head
-        self._kill_s = kill_s
         self._processes: dict[int, trio.Process] = {}
         self.statuses: dict[int, int] = {}
 
@@ -78,11 +76,11 @@ class Supervisor:
         # The link often says more; this counts only if nothing else does.
         self._head.process_ended(rank, status)
 
-    async def end(self) -> None:
-        """Wait for all processes to end, and kill those that do not."""
+    async def end(self, patience_s: float) -> None:
+        """Wait for all processes to end, and kill those that take longer than `patience_s`."""
         with trio.CancelScope(shield=True):
             for rank, process in self._processes.items():
-                with trio.move_on_after(self._kill_s):
+                with trio.move_on_after(patience_s):
                     await process.wait()
                 if process.returncode is None:
                     _log.warning("rank.kill rank=%d pid=%d", rank, process.pid)
@@ -120,8 +118,9 @@ async def serve(
         timeouts=config.timeouts,
         preflight_only=config.preflight_only,
     )
-    supervisor = Supervisor(head, config.timeouts.kill_s)
+    supervisor = Supervisor(head)
     error: Ds4Error | None = None
+    patience_s = config.timeouts.kill_s
     try:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(_accept_until_formed, listeners, head, nursery)
@@ -130,11 +129,13 @@ async def serve(
                 await supervisor.start(_rank_config(config, rank, port, key_bytes), nursery)
             try:
                 await head.run(task_status=task_status)
+                # All have said goodbye: a busy machine's slow exits are no reason to kill.
+                patience_s = max(patience_s, config.timeouts.drain_s)
             except Ds4Error as failure:
                 error = failure  # raised below: a nursery would wrap it
             nursery.cancel_scope.cancel()
     finally:
-        await supervisor.end()
+        await supervisor.end(patience_s)
     if error is not None:
         raise error
     bad = {r: s for r, s in supervisor.statuses.items() if s != ExitCode.CLEAN}

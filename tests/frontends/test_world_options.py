@@ -27,6 +27,12 @@ def test_without_options_there_is_no_world():
     assert head("--tensor-parallel-world", "1") is None
 
 
+def test_a_mode_with_one_rank_keeps_its_placement():
+    config = head(EP, "--tensor-parallel-world", "1", "--ep-placement", "balanced")
+    assert (config.run.world, config.run.placement) == (1, "balanced")
+    assert list(config.local_ranks) == [0]
+
+
 def test_a_mode_alone_is_a_world_of_two_local_ranks():
     config = head(EP)
     assert (config.run.world, config.run.mode) == (2, Mode.EXPERT_PARALLEL)
